@@ -1,0 +1,1 @@
+"""Page allocators and the memory they stand on."""

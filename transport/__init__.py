@@ -1,0 +1,1 @@
+"""Executors that carry out copy plans: cpu, nixl and fake."""
