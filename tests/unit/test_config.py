@@ -1,0 +1,149 @@
+"""Configuration: the example loads, and every bad input is refused with the key, the value and the remedy."""
+
+from __future__ import annotations
+
+import os
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from kvmanager.config import NodeConfig
+from kvmanager.errors import ConfigError
+from kvmanager.geometry import SEQUENTIAL, TokenOrder
+from kvmanager.layout import GLM53_TINY
+from kvmanager.units import MIB
+
+EXAMPLE = files("kvmanager.demo").joinpath("data/example.toml").read_text(encoding="utf-8")
+MINIMAL = """
+[node]
+name = "n"
+runtime_dir = "/tmp/n"
+[[group]]
+name = "g"
+kind = "sharded"
+format = "glm-5.3-tiny-fp8_ds_mla"
+ranks = 2
+page_rows = 16
+hbm_bytes_per_rank = "1MiB"
+host_bytes_per_rank = 0
+"""
+
+
+def test_example_loads() -> None:
+    config = NodeConfig.from_text(EXAMPLE)
+    prefill, decode = config.groups
+    assert config.node.trust_uids == (os.getuid(),)
+    assert config.node.fence_after_ns == 30_000_000_000
+    assert prefill.geometry.span_tokens == 128
+    assert prefill.unit_bytes == GLM53_TINY.page_bytes(16)
+    assert prefill.hbm_units == 4 * MIB // GLM53_TINY.page_bytes(16)
+    assert decode.arrival_order == TokenOrder(8, 1)
+    assert decode.hot_slabs == 4
+    assert config.planned_bytes() == 64 * MIB + 8 * 20 * MIB + 40 * MIB
+    assert config.group("decode") is decode
+
+
+def test_minimal_takes_documented_defaults() -> None:
+    """The defaults that the example's comments state are the ones in force."""
+    commented = NodeConfig.from_text(EXAMPLE)
+    written = "\n".join(
+        line.removeprefix("# ") if line.startswith("# ") and " = " in line else line for line in EXAMPLE.splitlines()
+    ).replace("trust_uids = [1000]", f"trust_uids = [{os.getuid()}]")
+    assert NodeConfig.from_text(written) == commented
+    assert NodeConfig.from_text(MINIMAL).groups[0].host_units == 0
+
+
+def test_sequential_order() -> None:
+    config = NodeConfig.from_text(EXAMPLE.replace('token_order = "keep"', 'token_order = "sequential"'))
+    assert config.group("decode").arrival_order == SEQUENTIAL
+
+
+def _swap(old: str, new: str) -> str:
+    assert EXAMPLE.count(old) >= 1, old
+    return EXAMPLE.replace(old, new, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (_swap('name = "node0"', 'name = "node0"\nruntime_dirr = "/x"'), ["'runtime_dirr'", "[node]", "'runtime_dir'"]),
+        (_swap("[mover]", "[mover]\nstagingbytes = 1"), ["'stagingbytes'", "[mover]", "did you mean 'staging_bytes'"]),
+        (_swap("[offload]", "[ofload]"), ["'ofload'", "did you mean 'offload'"]),
+        (_swap("ranks = 8", "ranks = 8\nrank = 8"), ["'rank'", "[[group]] 'prefill'", "did you mean 'ranks'"]),
+        ("top = 1\n" + EXAMPLE, ["'top'", "top level"]),
+        (_swap("[node]", "[node"), ["not valid TOML", "line"]),
+        ("node = 3\n" + MINIMAL[MINIMAL.index("[[group]]") :], ["'node'", "[node]"]),
+        (_swap('name = "node0"', ""), ["missing key 'name'", "[node]"]),
+        (_swap('name = "node0"', 'name = ""'), ["[node] name", "non-empty"]),
+        (_swap('"/run/kvmanager/node0"', '"run/node0"'), ["runtime_dir", "'run/node0'", "absolute"]),
+        (_swap('"/run/kvmanager/node0"', f'"/{"x" * 90}"'), ["runtime_dir", "91 bytes", "80"]),
+        (_swap('# device = "cpu"', 'device = "cuda:3" #'), ["device", "'cuda:3'", 'device = "cpu"']),
+        (_swap('# device = "cpu"', 'device = "tpu" #'), ["device", "'tpu'", "cpu"]),
+        (_swap('# fence = "hold"', 'fence = "kil" #'), ["fence", "'kil'", "did you mean 'kill'"]),
+        (_swap("# fence_after_ms = 30000", "fence_after_ms = 0"), ["fence_after_ms", "0", "at least 1"]),
+        (_swap("# suspect_grace_ms = 1000", "suspect_grace_ms = true"), ["suspect_grace_ms", "True"]),
+        (_swap("# suspect_grace_ms = 1000", "suspect_grace_ms = 1.5"), ["suspect_grace_ms", "1.5"]),
+        (_swap("# trust_uids = [1000]", 'trust_uids = ["me"]'), ["trust_uids", "'me'"]),
+        (_swap("# trust_uids = [1000]", "trust_uids = []"), ["trust_uids", "[]"]),
+        (_swap("# trust_uids = [1000]", "trust_uids = 0"), ["trust_uids", "list"]),
+        (_swap('# staging_bytes = "64 MiB"', 'staging_bytes = "1 MiB"'), ["chunk_bytes", "staging_bytes = 1048576"]),
+        (_swap('# staging_bytes = "64 MiB"', 'staging_bytes = "64 MB"'), ["staging_bytes", "'64 MB'", "64MiB"]),
+        (_swap('# staging_bytes = "64 MiB"', "staging_bytes = 1.5"), ["staging_bytes", "1.5"]),
+        (_swap('# staging_bytes = "64 MiB"', "staging_bytes = -1"), ["staging_bytes", "negative"]),
+        (_swap('# chunk_bytes = "8 MiB"', "chunk_bytes = 1024"), ["chunk_bytes", "1024", "'prefill'", "81920"]),
+        (_swap("# overcommit = 1.0", "overcommit = 0.5"), ["overcommit", "0.5", "1.0"]),
+        (_swap("# overcommit = 1.0", "overcommit = nan"), ["overcommit", "nan"]),
+        (_swap("# growth_cap_tokens = 65536", "growth_cap_tokens = 0"), ["growth_cap_tokens", "0"]),
+        (_swap("# batch_pages = 32", "batch_pages = 0"), ["batch_pages", "0"]),
+        (_swap('kind = "sharded"', 'kind = "shared"'), ["kind", "'shared'", "did you mean 'sharded'"]),
+        (_swap("glm-5.3-tiny-fp8_ds_mla", "glm-5.3-tiny"), ["format", "'glm-5.3-tiny'", "did you mean"]),
+        (_swap("interleave = 1 ", "interleave = 3 "), ["'prefill' interleave", "3", "page_rows = 16"]),
+        (_swap('hbm_bytes_per_rank = "4 MiB"', "hbm_bytes_per_rank = 81919"), ["'prefill' hbm", "81919", "81920"]),
+        (_swap('host_bytes_per_rank = "16 MiB"', "host_bytes_per_rank = 9"), ["'prefill' host", "9 bytes", "81920"]),
+        (_swap("ranks = 1 ", "ranks = 2 "), ["'decode' ranks", "2", "ranks = 1"]),
+        (_swap("hot_rows = 64", "hot_rows = 65"), ["hot_rows", "65", "page_rows"]),
+        (_swap("hot_rows = 64", "hot_rows = 6400"), ["'decode' hbm_bytes_per_rank", "hot buffer (400 slabs)"]),
+        (_swap('host_bytes_per_rank = "32 MiB"', "host_bytes_per_rank = 0"), ["'decode' host", "a span"]),
+        (_swap("source_interleave = 1", "source_interleave = 5"), ["source_interleave", "5", "16"]),
+        (_swap("hot_rows = 64", "#"), ["missing key 'hot_rows'", "hisparse"]),
+        (_swap("ranks = 8", "ranks = 8\nhot_rows = 16"), ["'prefill' hot_rows", "hisparse", "remove"]),
+        (_swap('name = "decode"', 'name = "prefill"'), ["'prefill' number 2", "taken"]),
+        (EXAMPLE.split("[[group]]")[0], ["no memory group", "[[group]]"]),
+        ("group = [3]\n" + EXAMPLE.split("[[group]]")[0], ["[[group]] number 1", "table"]),
+    ],
+)
+def test_bad_input_names_key_value_and_remedy(text: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        NodeConfig.from_text(text)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_pool_larger_than_memory() -> None:
+    config = NodeConfig.from_text(EXAMPLE)
+    config.check_memory(config.planned_bytes())
+    with pytest.raises(ConfigError, match="pool larger than memory") as caught:
+        config.check_memory(config.planned_bytes() - 1)
+    message = str(caught.value)
+    assert str(config.planned_bytes()) in message
+    assert str(config.planned_bytes() - 1) in message
+    assert "[[group]] 'prefill' host_bytes_per_rank" in message
+
+
+def test_unknown_group() -> None:
+    with pytest.raises(ConfigError, match=r"no group 'decod'.*did you mean 'decode'"):
+        NodeConfig.from_text(EXAMPLE).group("decod")
+
+
+def test_file_errors_name_the_path(tmp_path: Path) -> None:
+    missing = tmp_path / "none.toml"
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        NodeConfig.from_file(missing)
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[[group]]\nnam = 1\n")
+    with pytest.raises(ConfigError, match=r"broken\.toml"):
+        NodeConfig.from_file(broken)
+    broken.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="can't read"):
+        NodeConfig.from_file(broken)
