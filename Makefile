@@ -1,4 +1,62 @@
-.PHONY: protos
-protos:
-	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -m grpc_tools.protoc -I protos --python_out=protos --grpc_python_out=protos --mypy_out=protos protos/kvmanager.proto
+# One command each; `make help` lists them. The virtual environment is made once and again when the pins change.
+PYTHON ?= python3
+# For example PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" for a CPU-only torch.
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
+NUMPY := $(shell sed -n 's/^\(numpy==[^ ]*\).*/\1/p' constraints.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-long check bench protos gpu-test gpu-bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1#\2/p' $(MAKEFILE_LIST) | awk -F'#' '{printf "%-18s %s\n", $$1, $$2}'
+
+venv: $(STAMP) ## make .venv with the pinned packages (skipped while the pins are unchanged)
+
+# torch first and pinned: resolved freely, it or nixl-cu13 would pull a CUDA stack of several GB.
+$(STAMP): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or later is needed: make venv PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -n "$(TORCH)" && test -n "$(NUMPY)"
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt $(TORCH) $(NUMPY)
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[test,dev]'
+	touch $(STAMP)
+
+demo: $(STAMP) ## replay real agent sessions through a prefill and a decode node on this machine
+	$(BIN)/kvmanager demo
+
+test: $(STAMP) ## the default tests
+	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)
+
+test-long: $(STAMP) ## the tests that take minutes
+	$(BIN)/python -m pytest -q -m long $(PYTEST_FLAGS) || { \
+	  rc=$$?; test $$rc -ne 5 || echo "make test-long: no test is marked long, so nothing was tested" >&2; exit $$rc; }
+
+check: $(STAMP) ## ruff, mypy --strict and the layout of the repository
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit/test_repository.py
+
+bench: $(STAMP) ## one line a figure; the same as JSON in build/bench.json
+	mkdir -p build
+	$(BIN)/python -m tests.bench --json build/bench.json
+
+protos: $(STAMP) ## regenerate the code in protos/ from kvmanager.proto
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --grpc_python_out=protos --mypy_out=protos protos/kvmanager.proto
 	sed -i 's/^import kvmanager_pb2 as/from kvmanager.protos import kvmanager_pb2 as/' protos/kvmanager_pb2_grpc.py
+
+gpu-test: $(STAMP) ## the tests that need an NVIDIA GPU
+	$(BIN)/python -m pytest -q -m gpu $(PYTEST_FLAGS)
+
+gpu-bench: $(STAMP) ## the benchmarks that need an NVIDIA GPU
+	mkdir -p build
+	$(BIN)/python -m tests.bench --gpu --json build/gpu-bench.json
+
+clean: ## remove what was made here, the environment included
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
