@@ -1,0 +1,106 @@
+"""Chained segment keys, made at the client from token ids as they come.
+
+    key_0 = H(seed || tokens_0)        key_i = H(key_{i-1} || tokens_i)
+
+`tokens_i` are the segment's token ids as little-endian u32; H is sha256 cut to `key_bytes`; the
+seed is the digest of what the key means, so equal tokens of two models never share a key. A key
+names the whole prefix up to the end of its segment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmanager.errors import InvalidArgument
+from kvmanager.protos import kvmanager_pb2 as pb
+
+TokenArray = npt.NDArray[np.integer]
+
+KEY_BYTES: Final = (16, 32)
+"""Widths a namespace may ask for."""
+
+
+def namespace_seed(namespace: pb.Namespace) -> bytes:
+    """sha256 over the namespace's fields, each with its name and length, so that no two spell alike."""
+    digest = hashlib.sha256(b"kvmanager/keys/1")
+    fields: Iterable[tuple[str, str]] = (
+        ("model", namespace.model),
+        ("weights_revision", namespace.weights_revision),
+        ("kv_format", namespace.kv_format),
+        ("key_tokens", str(namespace.key_tokens)),
+    )
+    for name, value in fields:
+        for part in (name.encode(), value.encode()):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+    return digest.digest()
+
+
+class KeyChain:
+    """The keys of one growing token sequence; tokens short of a whole segment wait for the next call."""
+
+    def __init__(self, namespace: pb.Namespace) -> None:
+        """An empty sequence.
+
+        Raises InvalidArgument for a hash that is not "sha256", a width that is neither 16 nor 32
+        bytes, or a segment of no tokens.
+        """
+        if namespace.key_hash != "sha256":
+            raise InvalidArgument(f"key_hash {namespace.key_hash!r} is not made here yet; use 'sha256'")
+        if namespace.key_bytes not in KEY_BYTES:
+            raise InvalidArgument(f"key_bytes {namespace.key_bytes} is not served; use one of {KEY_BYTES}")
+        if namespace.key_tokens < 1:
+            raise InvalidArgument(f"key_tokens {namespace.key_tokens}: a segment has at least 1 token")
+        self.key_bytes = namespace.key_bytes
+        self.key_tokens = namespace.key_tokens
+        self._last = namespace_seed(namespace)
+        self._tail = b""
+        self._keys: list[bytes] = []
+
+    def extend(self, tokens: TokenArray) -> bytes:
+        """Keys of the segments that `tokens` complete, concatenated (empty when none).
+
+        `tokens`: integers[n] in [0, 2**32). Raises InvalidArgument for others.
+        """
+        data = self._tail + _as_u32(tokens).tobytes()
+        width = self.key_tokens * 4
+        whole = len(data) // width
+        made = [self._make(data[i * width : (i + 1) * width]) for i in range(whole)]
+        self._tail = data[whole * width :]
+        self._keys.extend(made)
+        return b"".join(made)
+
+    def _make(self, segment: bytes) -> bytes:
+        self._last = hashlib.sha256(self._last + segment).digest()[: self.key_bytes]
+        return self._last
+
+    @property
+    def keys(self) -> bytes:
+        """All keys so far, concatenated."""
+        return b"".join(self._keys)
+
+    @property
+    def segments(self) -> int:
+        """Whole segments so far."""
+        return len(self._keys)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens seen so far, those of the unfinished segment included."""
+        return len(self._keys) * self.key_tokens + len(self._tail) // 4
+
+
+def _as_u32(tokens: TokenArray) -> npt.NDArray[np.uint32]:
+    """`tokens` as little-endian u32, refused where that would change a value."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise InvalidArgument(f"token ids must be a vector of integers, not {array.dtype}{list(array.shape)}")
+    if array.size and (int(array.min()) < 0 or int(array.max()) >> 32):
+        bad = array[(array < 0) | (array >> 32 != 0)]
+        raise InvalidArgument(f"token id {int(bad[0])} does not fit 32 bits")
+    return array.astype("<u4")
