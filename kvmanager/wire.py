@@ -1,0 +1,364 @@
+"""Between the wire's messages and the program's values: packed arrays, plans, layouts, regions, errors.
+
+Whatever arrives is checked here, so that the code behind sees only values that make sense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmanager import errors
+from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
+from kvmanager.errors import InvalidArgument, KVError, LayoutMismatch
+from kvmanager.layout import Component, KVLayout, Section
+from kvmanager.protos import kvmanager_pb2 as pb
+
+if TYPE_CHECKING:
+    # At run time grpc is imported where it is used: movers need this module and run without gRPC.
+    import grpc
+
+U32Array = npt.NDArray[np.uint32]
+U64Array = npt.NDArray[np.uint64]
+I64Array = npt.NDArray[np.int64]
+
+NO_PAGE: Final = 0xFFFFFFFF
+"""In u32 page arrays: no page in that tier."""
+ERROR_METADATA_KEY: Final = "kvmanager-error-bin"
+_MESSAGE_CHARS: Final = 2000
+"""Of an error's text in gRPC metadata, which peers limit to 8 KiB in all."""
+
+# ------------------------------------------------------------------------------------------ arrays
+
+
+def pack_u32(values: npt.ArrayLike) -> bytes:
+    """Packed little-endian u32[n]. Raises InvalidArgument for a value outside 0..2**32-1."""
+    return _pack(values, "<u4")
+
+
+def pack_u64(values: npt.ArrayLike) -> bytes:
+    """Packed little-endian u64[n]. Raises InvalidArgument for a value outside 0..2**64-1."""
+    return _pack(values, "<u8")
+
+
+def pack_i64(values: npt.ArrayLike) -> bytes:
+    """Packed little-endian i64[n]. Raises InvalidArgument for a value outside the type."""
+    return _pack(values, "<i8")
+
+
+def unpack_u32(data: bytes, field: str) -> U32Array:
+    """uint32[n], read-only. Raises InvalidArgument naming `field` for a length that is no multiple of 4."""
+    return _unpack(data, "<u4", field)
+
+
+def unpack_u64(data: bytes, field: str) -> U64Array:
+    """uint64[n], read-only. Raises InvalidArgument naming `field` for a length that is no multiple of 8."""
+    return _unpack(data, "<u8", field)
+
+
+def unpack_i64(data: bytes, field: str) -> I64Array:
+    """int64[n], read-only. Raises InvalidArgument naming `field` for a length that is no multiple of 8."""
+    return _unpack(data, "<i8", field)
+
+
+def _pack(values: npt.ArrayLike, kind: str) -> bytes:
+    if not isinstance(values, np.ndarray):
+        # numpy makes floats of a list that mixes small numbers with some beyond 2**63, as ids are.
+        values = np.array(values, dtype=object)
+    if values.size == 0:
+        return b""
+    limits = np.iinfo(kind)
+    whole = values.dtype.kind in "iu" or all(isinstance(value, int | np.integer) for value in values.flat)
+    if values.ndim != 1 or not whole:
+        raise InvalidArgument(f"can't pack {values.dtype} of shape {values.shape} as {kind}: whole numbers in one row")
+    if int(values.min()) < limits.min or int(values.max()) > limits.max:
+        raise InvalidArgument(f"values {values.min()}..{values.max()} don't fit {kind} ({limits.min}..{limits.max})")
+    return values.astype(kind).tobytes()
+
+
+def _unpack(data: bytes, kind: str, field: str) -> npt.NDArray[Any]:
+    width = np.dtype(kind).itemsize
+    if len(data) % width:
+        raise InvalidArgument(f"{field}: {len(data)} bytes are no whole number of {width}-byte values")
+    return np.frombuffer(data, dtype=kind)
+
+
+# ------------------------------------------------------------------------------------------- plans
+
+
+def plan_to_proto(plan: CopyPlan) -> pb.Plan:
+    """The plan as a message."""
+    copies = [
+        pb.Strided(
+            source_region=c.source_region,
+            target_region=c.target_region,
+            source_offsets=pack_i64(c.source_offsets),
+            target_offsets=pack_i64(c.target_offsets),
+            counts=pack_u64(c.counts),
+            source_strides=pack_i64(c.source_strides),
+            target_strides=pack_i64(c.target_strides),
+            row_bytes=c.row_bytes,
+        )
+        for c in plan.copies
+    ]
+    return pb.Plan(plan_id=plan.plan_id, purpose=plan.purpose.value, copies=copies)
+
+
+def plan_from_proto(message: pb.Plan) -> CopyPlan:
+    """The plan of a message. Raises InvalidArgument for arrays of unequal length, zero extents, unknown purposes."""
+    try:
+        purpose = Purpose(message.purpose)
+    except ValueError:
+        known = ", ".join(p.value for p in Purpose)
+        raise InvalidArgument(f"Plan.purpose {message.purpose!r} is none of {known}") from None
+    return CopyPlan(message.plan_id, purpose, tuple(map(_copies_from_proto, message.copies)))
+
+
+def _copies_from_proto(message: pb.Strided) -> StridedCopies:
+    source = unpack_i64(message.source_offsets, "Strided.source_offsets")
+    target = unpack_i64(message.target_offsets, "Strided.target_offsets")
+    counts = unpack_u64(message.counts, "Strided.counts")
+    source_strides = unpack_i64(message.source_strides, "Strided.source_strides")
+    target_strides = unpack_i64(message.target_strides, "Strided.target_strides")
+    if len(source) != len(target):
+        raise InvalidArgument(f"Strided: {len(source)} source offsets for {len(target)} target offsets")
+    if not len(counts) == len(source_strides) == len(target_strides):
+        raise InvalidArgument(
+            f"Strided: {len(counts)} counts, {len(source_strides)} source strides, {len(target_strides)} target strides"
+        )
+    if message.row_bytes == 0 or (counts == 0).any():
+        raise InvalidArgument(f"Strided: rows of {message.row_bytes} B x {counts.tolist()}: every extent is at least 1")
+    return StridedCopies(
+        message.source_region,
+        message.target_region,
+        source,
+        target,
+        tuple(counts.tolist()),
+        tuple(source_strides.tolist()),
+        tuple(target_strides.tolist()),
+        message.row_bytes,
+    )
+
+
+# ------------------------------------------------------------------------------ layouts and regions
+
+
+def layout_to_proto(layout: KVLayout) -> pb.Layout:
+    """The layout as a message, with its fingerprint."""
+    components = [
+        pb.Component(
+            section=c.section.value,
+            layer=c.layer,
+            offset=c.offset,
+            page_stride=c.page_stride,
+            slot_stride=c.slot_stride,
+            row_bytes=c.row_bytes,
+        )
+        for c in layout.components
+    ]
+    return pb.Layout(
+        name=layout.name, page_rows=layout.page_rows, components=components, fingerprint=layout.fingerprint
+    )
+
+
+def layout_from_proto(message: pb.Layout) -> KVLayout:
+    """The layout of a message.
+
+    Raises InvalidArgument for an unknown section, LayoutMismatch when the fingerprint is not that of
+    what the message describes (the two sides would place bytes differently).
+    """
+    components = []
+    for c in message.components:
+        try:
+            section = Section(c.section)
+        except ValueError:
+            raise InvalidArgument(f"layout {message.name}: unknown section {c.section!r}") from None
+        components.append(Component(section, c.layer, c.offset, c.page_stride, c.slot_stride, c.row_bytes))
+    layout = KVLayout(message.name, message.page_rows, tuple(components))
+    if layout.fingerprint != message.fingerprint:
+        raise LayoutMismatch(
+            f"layout {message.name} says fingerprint {message.fingerprint or '(none)'}, "
+            f"its components give {layout.fingerprint}"
+        )
+    return layout
+
+
+class RegionKind(IntEnum):
+    """What a region is for; the numbers are the wire's."""
+
+    DEVICE = 1
+    HOST = 2
+    TIMELINE = 3
+    STAGING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RegionInfo:
+    """One region of memory as processes tell each other of it. `page_bytes`: bytes from page to page."""
+
+    region_id: int
+    kind: RegionKind
+    size_bytes: int
+    page_bytes: int = 0
+    rank: int = 0
+    pool: str = ""
+    device: str = "cpu"
+    chunk_bounds: tuple[int, ...] = ()
+
+
+def region_to_proto(region: RegionInfo) -> pb.Region:
+    """The region as a message."""
+    return pb.Region(
+        region_id=region.region_id,
+        kind=pb.RegionKind.ValueType(region.kind.value),
+        size_bytes=region.size_bytes,
+        page_bytes=region.page_bytes,
+        rank=region.rank,
+        pool=region.pool,
+        chunk_bounds=pack_u64(region.chunk_bounds),
+        device=region.device,
+    )
+
+
+def region_from_proto(message: pb.Region) -> RegionInfo:
+    """The region of a message. Raises InvalidArgument for an unknown kind or an empty region."""
+    try:
+        kind = RegionKind(message.kind)
+    except ValueError:
+        raise InvalidArgument(f"region {message.region_id}: unknown kind {message.kind}") from None
+    if message.size_bytes == 0:
+        raise InvalidArgument(f"region {message.region_id} has no bytes")
+    bounds = tuple(unpack_u64(message.chunk_bounds, "Region.chunk_bounds").tolist())
+    return RegionInfo(
+        message.region_id,
+        kind,
+        message.size_bytes,
+        message.page_bytes,
+        message.rank,
+        message.pool,
+        message.device,
+        bounds,
+    )
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+# Where several classes share a reason, the one that a receiver can tell apart: ConfigError arrives as
+# InvalidArgument, CapacityError as PoolExhausted, TransferError as TransferFailed, DaemonError as NotReady.
+_CLASSES: Final[dict[str, type[KVError]]] = {
+    cls.reason: cls
+    for cls in (
+        errors.KVError,
+        errors.InvalidArgument,
+        errors.LayoutMismatch,
+        errors.UnknownRequest,
+        errors.UnknownLease,
+        errors.LeaseExpired,
+        errors.StalePage,
+        errors.StaleBoot,
+        errors.StaleEpoch,
+        errors.LimitExceeded,
+        errors.Unauthorized,
+        errors.PoolExhausted,
+        errors.QuotaExceeded,
+        errors.QueueFull,
+        errors.PeerUnreachable,
+        errors.TransferFailed,
+        errors.TransferTimeout,
+        errors.Draining,
+        errors.NotReady,
+        errors.Suspect,
+    )
+}
+
+# reason -> name of the gRPC status.
+_STATUS: Final = {
+    "REASON_UNSPECIFIED": "UNKNOWN",
+    "INVALID_ARGUMENT": "INVALID_ARGUMENT",
+    "LAYOUT_MISMATCH": "FAILED_PRECONDITION",
+    "UNKNOWN_REQUEST": "NOT_FOUND",
+    "UNKNOWN_LEASE": "NOT_FOUND",
+    "LEASE_EXPIRED": "FAILED_PRECONDITION",
+    "STALE_GENERATION": "ABORTED",
+    "STALE_BOOT": "FAILED_PRECONDITION",
+    "STALE_EPOCH": "FAILED_PRECONDITION",
+    "LIMIT_EXCEEDED": "OUT_OF_RANGE",
+    "UNAUTHORIZED": "PERMISSION_DENIED",
+    "EXHAUSTED": "RESOURCE_EXHAUSTED",
+    "QUOTA": "RESOURCE_EXHAUSTED",
+    "QUEUE_FULL": "RESOURCE_EXHAUSTED",
+    "SUSPECT": "FAILED_PRECONDITION",
+    "DRAINING": "UNAVAILABLE",
+    "NOT_READY": "UNAVAILABLE",
+    "PEER_UNREACHABLE": "UNAVAILABLE",
+    "TRANSFER_FAILED": "ABORTED",
+    "TRANSFER_TIMEOUT": "DEADLINE_EXCEEDED",
+    "NOT_IMPLEMENTED": "UNIMPLEMENTED",
+}
+
+# What a gRPC status without our details means: gRPC itself, or something between, answered.
+_BARE_STATUS: Final[dict[str, type[KVError]]] = {
+    "INVALID_ARGUMENT": errors.InvalidArgument,
+    "UNIMPLEMENTED": errors.RequestError,
+    "RESOURCE_EXHAUSTED": errors.LimitExceeded,
+    "UNAUTHENTICATED": errors.Unauthorized,
+    "PERMISSION_DENIED": errors.Unauthorized,
+}
+
+
+def error_to_proto(error: KVError) -> pb.Error:
+    """The error as a message."""
+    message = pb.Error(reason=pb.ErrorReason.Value(error.reason), message=str(error))
+    if isinstance(error, errors.CapacityError):
+        message.pool = error.pool
+        message.needed = error.needed
+        message.free = error.free
+        message.holder = error.holder
+        message.retry_after_ns = error.retry_after_ns
+    return message
+
+
+def error_from_proto(message: pb.Error) -> KVError:
+    """The error of a message, in the class of its reason. A reason of a later version becomes DaemonError."""
+    if message.reason == pb.NOT_IMPLEMENTED:
+        return errors.RequestError(message.message)
+    known = message.reason in pb.ErrorReason.values()
+    cls = _CLASSES[pb.ErrorReason.Name(message.reason)] if known else errors.DaemonError
+    if issubclass(cls, errors.CapacityError):
+        return cls(
+            message.message,
+            pool=message.pool,
+            needed=message.needed,
+            free=message.free,
+            holder=message.holder,
+            retry_after_ns=message.retry_after_ns,
+        )
+    return cls(message.message)
+
+
+def abort_with(context: grpc.ServicerContext, error: KVError) -> NoReturn:
+    """Ends a call with the error's status and its details in trailing metadata; always raises."""
+    import grpc
+
+    details = error_to_proto(error)
+    details.message = details.message[:_MESSAGE_CHARS]
+    context.set_trailing_metadata(((ERROR_METADATA_KEY, details.SerializeToString()),))
+    context.abort(getattr(grpc.StatusCode, _STATUS[error.reason]), details.message)
+    raise AssertionError("abort raises")
+
+
+def error_from_rpc(error: grpc.RpcError) -> KVError:
+    """The typed error behind a failed call; without our details, the closest to its status (else DaemonError)."""
+    import grpc
+
+    if not isinstance(error, grpc.Call):
+        return errors.DaemonError(str(error))
+    for key, value in error.trailing_metadata() or ():
+        if key == ERROR_METADATA_KEY:
+            return error_from_proto(pb.Error.FromString(value if isinstance(value, bytes) else value.encode()))
+    code = error.code().name
+    return _BARE_STATUS.get(code, errors.DaemonError)(f"{code}: {error.details()}")
