@@ -1,0 +1,330 @@
+"""An engine's side of the session: one numbered message a step, and the notices in between.
+
+The client decides nothing: it numbers messages, pairs replies with them, keeps what notices said
+until somebody asks, and sends an unanswered message once more when the stream broke within the same
+boot of the daemon (the daemon stored the reply, so the repeat is harmless).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import grpc
+
+from kvmanager.errors import DaemonError, KVError, LimitExceeded, NotReady, Suspect
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
+from kvmanager.units import MILLISECOND_NS
+from kvmanager.wire import ERROR_METADATA_KEY, error_from_proto, error_from_rpc, pack_u32, pack_u64
+
+STEP_TIMEOUT_S: Final = 30.0
+"""The daemon answers a step from memory; one that takes this long is not answering."""
+EXPORT_PAUSE_S: Final = 0.002
+"""Between two tries of an export whose commit has not been seen by the daemon yet."""
+
+
+@dataclass(frozen=True)
+class RequestStep:
+    """One row of a step's request vector. Counts are in tokens; `new_keys` are concatenated keys."""
+
+    request_id: int
+    capacity_tokens: int
+    committed_tokens: int
+    rejected_tokens: int = 0
+    new_keys: bytes = b""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step's reply by request. A request in `errors` keeps what it had before."""
+
+    opened: Mapping[int, pb.OpenReply]
+    growth: Mapping[int, pb.Growth]
+    residency: Mapping[int, Sequence[pb.Residency]]
+    hot: Mapping[int, pb.HotPages]
+    errors: Mapping[int, KVError]
+
+
+@dataclass
+class _Inbox:
+    """What the reader thread has received; guarded by the client's condition."""
+
+    replies: dict[int, pb.StepReply] = field(default_factory=dict)
+    ready: dict[int, pb.OpenReply] = field(default_factory=dict)
+    failed: dict[int, KVError] = field(default_factory=dict)
+    notices_seen: int = 0
+    draining: str = ""
+
+
+class _Stream:
+    """One Session call: a queue going out, a thread reading in."""
+
+    def __init__(
+        self, stub: pb_grpc.EngineStub, deliver: Callable[[pb.StepReply], None], ended: Callable[[_Stream], None]
+    ) -> None:
+        self.error: grpc.RpcError | None = None
+        """Why the call ended; None while it runs and after a clean end."""
+        self._outgoing: queue.SimpleQueue[pb.StepRequest | None] = queue.SimpleQueue()
+        self._call = stub.Session(self._requests())
+        self._thread = threading.Thread(target=self._read, args=(deliver, ended), name="session-reader", daemon=True)
+        self._thread.start()
+
+    def _requests(self) -> Iterator[pb.StepRequest]:
+        while (message := self._outgoing.get()) is not None:
+            yield message
+
+    def _read(self, deliver: Callable[[pb.StepReply], None], ended: Callable[[_Stream], None]) -> None:
+        try:
+            for reply in self._call:
+                deliver(reply)
+        except grpc.RpcError as error:
+            self.error = error
+        finally:
+            self._outgoing.put(None)
+            ended(self)
+
+    def send(self, message: pb.StepRequest) -> None:
+        self._outgoing.put(message)
+
+    def close(self, timeout_s: float) -> None:
+        """Half-closes and waits for the daemon's end; cancels the call when that does not come."""
+        self._outgoing.put(None)
+        self._thread.join(timeout_s)
+        self._call.cancel()
+        self._thread.join()
+
+
+class EngineClient:
+    """A registered engine. One thread calls it; a thread of its own reads the stream."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        *,
+        engine: str,
+        group: str,
+        namespace: pb.Namespace,
+        layout_fingerprints: Sequence[str],
+        ranks: int,
+    ) -> None:
+        """Registers, which ends an older epoch of the same name. Raises the daemon's typed error."""
+        self._engine_stub = pb_grpc.EngineStub(channel)
+        self._peer_stub = pb_grpc.PeerStub(channel)
+        request = pb.RegisterRequest(
+            engine=engine, group=group, namespace=namespace, layout_fingerprints=layout_fingerprints, ranks=ranks
+        )
+        try:
+            reply = self._engine_stub.Register(request)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        self.name = engine
+        self.namespace = namespace
+        self.boot_id: int = reply.boot_id
+        self.epoch: int = reply.epoch
+        self.limits: pb.Limits = reply.limits
+        self._number = 0
+        self._changed = threading.Condition()
+        self._inbox = _Inbox()
+        self._stream: _Stream | None = None
+        self._ended: _Stream | None = None
+
+    @property
+    def draining(self) -> str:
+        """Why the node drains; empty while it does not. An engine then opens nothing new."""
+        with self._changed:
+            return self._inbox.draining
+
+    def step(
+        self,
+        *,
+        fence: pb.Fence | None = None,
+        requests: Sequence[RequestStep] = (),
+        opens: Sequence[pb.OpenRequest] = (),
+        closes: Sequence[pb.CloseRequest] = (),
+        timeout_s: float = STEP_TIMEOUT_S,
+    ) -> StepResult:
+        """Sends one numbered message and waits for its reply.
+
+        Failures of single requests are in the result, with those that notices told of since. Raises
+        the daemon's typed error when it refused the message, LimitExceeded for one that is too large,
+        NotReady after `timeout_s`, Suspect when the stream ended and could not be taken up again.
+        """
+        with self._changed:
+            seen = self._inbox.notices_seen
+        message = pb.StepRequest(
+            number=self._number + 1,
+            boot_id=self.boot_id,
+            epoch=self.epoch,
+            notices_seen=seen,
+            fence=fence,
+            requests=self._vector(requests),
+            open=opens,
+            close=closes,
+        )
+        self._check_limits(message, len(requests))
+        self._number += 1
+        return self._result(self._exchange(message, timeout_s))
+
+    def _vector(self, rows: Sequence[RequestStep]) -> pb.RequestVector | None:
+        if not rows:
+            return None
+        return pb.RequestVector(
+            request_ids=pack_u64([row.request_id for row in rows]),
+            capacity_tokens=pack_u64([row.capacity_tokens for row in rows]),
+            committed_tokens=pack_u64([row.committed_tokens for row in rows]),
+            rejected_tokens=pack_u32([row.rejected_tokens for row in rows]),
+            new_key_counts=pack_u32([len(row.new_keys) // self.namespace.key_bytes for row in rows]),
+            new_keys=b"".join(row.new_keys for row in rows),
+        )
+
+    def _check_limits(self, message: pb.StepRequest, rows: int) -> None:
+        limits = self.limits
+        if limits.requests_per_step and rows > limits.requests_per_step:
+            raise LimitExceeded(f"{rows} requests in a step; at most {limits.requests_per_step}, split the step")
+        size = message.ByteSize()
+        if limits.message_bytes and size > limits.message_bytes:
+            raise LimitExceeded(f"step message of {size} B; at most {limits.message_bytes} B, split the step")
+
+    def _exchange(self, message: pb.StepRequest, timeout_s: float) -> pb.StepReply:
+        """Sends, waits, and sends once more on a new stream when the first one broke."""
+        deadline = time.monotonic() + timeout_s
+        broken = self._send(message, deadline)
+        if broken is not None:
+            if not _is_connection_lost(broken.error):
+                raise self._end_of(broken)
+            broken = self._send(message, deadline)
+        if broken is not None:
+            raise self._end_of(broken)
+        with self._changed:
+            return self._inbox.replies.pop(message.number)
+
+    def _send(self, message: pb.StepRequest, deadline: float) -> _Stream | None:
+        """One try: None once the reply is there, else the stream that ended instead. Raises NotReady."""
+        with self._changed:
+            if self._stream is None or self._stream is self._ended:
+                self._stream = _Stream(self._engine_stub, self._deliver, self._note_end)
+            stream = self._stream
+        stream.send(message)
+        with self._changed:
+            self._wait(lambda: message.number in self._inbox.replies or self._ended is stream, deadline, message.number)
+            return None if message.number in self._inbox.replies else stream
+
+    def _wait(self, done: Callable[[], bool], deadline: float, number: int) -> None:
+        if not self._changed.wait_for(done, max(deadline - time.monotonic(), 0.0)):
+            raise NotReady(f"no reply to step {number} of {self.name}; see `kvmanager status` of the node")
+
+    def _end_of(self, stream: _Stream) -> KVError:
+        if stream.error is None:
+            return Suspect(f"the daemon ended the session of {self.name}; attach and register again")
+        return error_from_rpc(stream.error)
+
+    def _result(self, reply: pb.StepReply) -> StepResult:
+        residency: dict[int, list[pb.Residency]] = {}
+        for rows in reply.residency:
+            residency.setdefault(rows.request_id, []).append(rows)
+        errors = {entry.request_id: error_from_proto(entry.error) for entry in reply.errors}
+        errors |= {
+            growth.request_id: error_from_proto(growth.error) for growth in reply.growth if growth.HasField("error")
+        }
+        with self._changed:
+            errors |= self._inbox.failed
+            self._inbox.failed.clear()
+        return StepResult(
+            opened={opened.request_id: opened for opened in reply.opened},
+            growth={growth.request_id: growth for growth in reply.growth},
+            residency=residency,
+            hot={hot.request_id: hot for hot in reply.hot},
+            errors=errors,
+        )
+
+    def wait_ready(self, request_id: int, timeout_s: float) -> pb.OpenReply:
+        """Waits for the notice about a WAITING request; its reply holds the complete tables.
+
+        Raises the request's typed error when it was refused or failed, NotReady after `timeout_s`,
+        and the stream's error when that ended first.
+        """
+        with self._changed:
+            inbox, stream = self._inbox, self._stream
+            assert stream is not None, "nothing was opened on this session"
+            done = self._changed.wait_for(
+                lambda: request_id in inbox.ready or request_id in inbox.failed or self._ended is stream, timeout_s
+            )
+            if request_id in inbox.failed:
+                raise inbox.failed.pop(request_id)
+            opened = inbox.ready.pop(request_id, None)
+        if opened is None:
+            if done:
+                raise self._end_of(stream)
+            raise NotReady(f"request {request_id} of {self.name} still waits for its bytes after {timeout_s} s")
+        if opened.state == pb.OpenReply.REFUSED:
+            raise error_from_proto(opened.error)
+        return opened
+
+    def export(self, request_id: int, timeout_s: float = STEP_TIMEOUT_S) -> pb.Ticket:
+        """A ticket for what the request has committed, once the daemon has seen the commit's fence.
+
+        Asks again while the daemon says that it is not there yet (the call is idempotent). Raises the
+        daemon's typed error otherwise, or when `timeout_s` has passed.
+        """
+        request = pb.ExportRequest(boot_id=self.boot_id, epoch=self.epoch, request_id=request_id)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                reply: pb.ExportReply = self._peer_stub.Export(request)
+                return reply.ticket
+            except grpc.RpcError as error:
+                reason = error_from_rpc(error)
+                if not isinstance(reason, NotReady) or time.monotonic() > deadline:
+                    raise reason from error
+            time.sleep(EXPORT_PAUSE_S)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the stream. Requests still open are the daemon's to take back; detach the ranks first."""
+        if self._stream is not None:
+            self._stream.close(timeout_s)
+
+    def _deliver(self, reply: pb.StepReply) -> None:
+        """Reader thread: files a reply and the notices not seen before."""
+        with self._changed:
+            for notice in reply.notices:
+                if notice.sequence > self._inbox.notices_seen:
+                    self._inbox.notices_seen = notice.sequence
+                    self._note(notice)
+            if reply.number:
+                self._inbox.replies[reply.number] = reply
+            self._changed.notify_all()
+
+    def _note(self, notice: pb.Notice) -> None:
+        what = notice.WhichOneof("what")
+        if what == "ready":
+            self._inbox.ready[notice.ready.request_id] = notice.ready
+        elif what == "failed":
+            self._inbox.failed[notice.failed.request_id] = error_from_proto(notice.failed.error)
+        elif what == "draining":
+            self._inbox.draining = notice.draining
+
+    def _note_end(self, stream: _Stream) -> None:
+        """Reader thread: the stream is over."""
+        with self._changed:
+            self._ended = stream
+            self._changed.notify_all()
+
+
+def _is_connection_lost(error: grpc.RpcError | None) -> bool:
+    """Whether the stream broke underneath, as opposed to the daemon ending it with an answer."""
+    if not isinstance(error, grpc.Call) or error.code() is not grpc.StatusCode.UNAVAILABLE:
+        return False
+    return all(key != ERROR_METADATA_KEY for key, _ in error.trailing_metadata() or ())
+
+
+def refusal_pause_s(error: KVError) -> float | None:
+    """Seconds after which a refused open may be tried again; None when that can't help."""
+    if isinstance(error, DaemonError):
+        return None
+    retry_after_ns: int = getattr(error, "retry_after_ns", 0)
+    return max(retry_after_ns, MILLISECOND_NS) / 1e9 if retry_after_ns else None
