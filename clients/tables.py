@@ -15,47 +15,29 @@ import numpy.typing as npt
 
 from kvmanager.errors import InvalidArgument
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.wire import NO_PAGE as WIRE_NO_PAGE
+from kvmanager.wire import unpack_u32, unpack_u64
 
 Int64Array = npt.NDArray[np.int64]
 
 NO_PAGE: Final = -1
 """No page in that tier, in our arrays; 0xFFFFFFFF on the wire."""
 
-_WIRE_NO_PAGE: Final = 0xFFFFFFFF
+
+def _numbers_u32(data: bytes, field: str) -> Int64Array:
+    return unpack_u32(data, field).astype(np.int64)
 
 
-def unpack_u32(data: bytes) -> Int64Array:
-    """u32[] of the wire as int64[n]. Raises InvalidArgument when bytes are left over."""
-    return _unpack(data, "<u4")
+def _numbers_u64(data: bytes, field: str) -> Int64Array:
+    """Ids and positions stay below 2**63."""
+    return unpack_u64(data, field).astype(np.int64)
 
 
-def unpack_u64(data: bytes) -> Int64Array:
-    """u64[] of the wire as int64[n]; ids and positions stay below 2**63."""
-    return _unpack(data, "<u8")
-
-
-def unpack_pages(data: bytes) -> Int64Array:
-    """u32[] page indexes as int64[n], with `NO_PAGE` where there is none."""
-    pages = unpack_u32(data)
-    pages[pages == _WIRE_NO_PAGE] = NO_PAGE
+def _pages(data: bytes, field: str) -> Int64Array:
+    """u32[] page indexes, with `NO_PAGE` where there is none."""
+    pages = _numbers_u32(data, field)
+    pages[pages == WIRE_NO_PAGE] = NO_PAGE
     return pages
-
-
-def pack_u32(values: npt.ArrayLike) -> bytes:
-    """Integers in [0, 2**32) as u32[]."""
-    return np.asarray(values, dtype=np.int64).astype("<u4").tobytes()
-
-
-def pack_u64(values: npt.ArrayLike) -> bytes:
-    """Integers in [0, 2**63) as u64[]."""
-    return np.asarray(values, dtype=np.int64).astype("<u8").tobytes()
-
-
-def _unpack(data: bytes, dtype: str) -> Int64Array:
-    width = np.dtype(dtype).itemsize
-    if len(data) % width:
-        raise InvalidArgument(f"packed array of {len(data)} B is not a whole number of {width} B entries")
-    return np.frombuffer(data, dtype=dtype).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -84,9 +66,10 @@ class Spans:
 
 def decode_spans(run: pb.SpanRun) -> Spans:
     """A SpanRun as arrays. Raises InvalidArgument when its arrays disagree in length."""
-    first = unpack_u64(run.first_tokens)
-    segments, interleave = unpack_u32(run.segments), unpack_u32(run.interleave)
-    uids = unpack_u64(run.uids)
+    first = _numbers_u64(run.first_tokens, "SpanRun.first_tokens")
+    segments = _numbers_u32(run.segments, "SpanRun.segments")
+    interleave = _numbers_u32(run.interleave, "SpanRun.interleave")
+    uids = _numbers_u64(run.uids, "SpanRun.uids")
     if not len(first) == len(segments) == len(interleave):
         raise InvalidArgument(
             f"span run of {len(first)} first tokens, {len(segments)} segment counts, {len(interleave)} interleaves"
@@ -96,8 +79,8 @@ def decode_spans(run: pb.SpanRun) -> Spans:
 
 
 def _decode_column(column: pb.ClassPages, pages: int) -> PageColumn:
-    device = unpack_pages(column.device_pages)
-    host = unpack_pages(column.host_pages) if column.host_pages else np.full(pages, NO_PAGE)
+    device = _pages(column.device_pages, "ClassPages.device_pages")
+    host = _pages(column.host_pages, "ClassPages.host_pages") if column.host_pages else np.full(pages, NO_PAGE)
     if len(device) != pages or len(host) != pages:
         raise InvalidArgument(
             f"class {column.page_class!r}: {len(device)} device and {len(host)} host pages for {pages} uids"
@@ -163,9 +146,7 @@ class RequestTable:
         before = self.pages.get(name)
         if before is None:
             return column
-        return PageColumn(
-            np.concatenate((before.device, column.device)), np.concatenate((before.host, column.host))
-        )
+        return PageColumn(np.concatenate((before.device, column.device)), np.concatenate((before.host, column.host)))
 
     def truncate(self, spans_kept: int) -> None:
         """Drops the spans from `spans_kept` on. Raises InvalidArgument when the chain is shorter."""
@@ -189,20 +170,20 @@ class RequestTable:
 
     def apply_residency(self, rows: pb.Residency) -> None:
         """New places of single pages. Raises InvalidArgument for a class or an ordinal the chain lacks."""
-        ordinals = unpack_u32(rows.page_ordinals)
+        ordinals = _numbers_u32(rows.page_ordinals, "Residency.page_ordinals")
         before = self.pages.get(rows.page_class)
         if before is None:
             raise InvalidArgument(f"residency of class {rows.page_class!r}; the request has {sorted(self.pages)}")
         if ordinals.size and int(ordinals.max()) >= self.page_count:
             raise InvalidArgument(f"residency of page {int(ordinals.max())} of {self.page_count}")
         device, host = before.device.copy(), before.host.copy()
-        device[ordinals] = unpack_pages(rows.device_pages)
-        host[ordinals] = unpack_pages(rows.host_pages)
+        device[ordinals] = _pages(rows.device_pages, "Residency.device_pages")
+        host[ordinals] = _pages(rows.host_pages, "Residency.host_pages")
         self.pages = {**self.pages, rows.page_class: PageColumn(device, host)}
 
     def apply_hot(self, hot: pb.HotPages) -> None:
         """The request's hot buffer, complete."""
-        self.hot_pages = unpack_u32(hot.pages)
+        self.hot_pages = _numbers_u32(hot.pages, "HotPages.pages")
 
     def locate(self, positions: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """(page ordinal, rank, slot) of token positions; `positions` must lie in the chain."""
