@@ -284,7 +284,10 @@ class EngineClient:
             time.sleep(EXPORT_PAUSE_S)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the stream. Requests still open are the daemon's to take back; detach the ranks first."""
+        """Ends the stream; the channel is its owner's. Detach the ranks first.
+
+        Requests still open are the daemon's to take back.
+        """
         if self._stream is not None:
             self._stream.close(timeout_s)
 

@@ -1,0 +1,314 @@
+"""A worker rank over real memfds and a scripted Worker service; and the tables it reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import pytest
+
+from kvmanager.clients.attach import Attachment
+from kvmanager.clients.tables import NO_PAGE, RequestTable, decode_spans, opened_table
+from kvmanager.clients.worker import WorkerGroup, WorkerRank
+from kvmanager.core.plans import CopyPlan, Purpose, copy_whole_pages
+from kvmanager.errors import InvalidArgument, LayoutMismatch, StaleEpoch
+from kvmanager.geometry import ShardGeometry
+from kvmanager.layout import GLM53_TINY, indexer_layout, latent_layout
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
+from kvmanager.wire import NO_PAGE as WIRE_NO_PAGE
+from kvmanager.wire import error_to_proto, layout_to_proto, pack_u32, pack_u64, plan_to_proto
+
+ROWS = 4
+PAGES = 6
+LATENT = latent_layout(GLM53_TINY, ROWS)
+INDEXER = indexer_layout(GLM53_TINY, ROWS)
+
+
+class ScriptedDaemon(pb_grpc.WorkerServicer):
+    """Serves attaches over memfds that the test can read; also plays the attach connection."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, int] = {}
+        self.attached: list[pb.AttachRequest] = []
+        self.detached: list[int] = []
+        self.attach_error: StaleEpoch | None = None
+        self.fds_withheld = 0
+        self.spoil_layout = False
+
+    def region(self, region_id: int, kind: pb.RegionKind.ValueType, size: int) -> pb.Region:
+        if region_id not in self.memory:
+            self.memory[region_id] = os.memfd_create(f"region-{region_id}")
+            os.ftruncate(self.memory[region_id], size)
+        return pb.Region(region_id=region_id, kind=kind, size_bytes=size)
+
+    def content(self, region_id: int) -> np.ndarray:
+        size = os.fstat(self.memory[region_id]).st_size
+        return np.frombuffer(os.pread(self.memory[region_id], size, 0), np.uint8)
+
+    def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachReply:
+        if self.attach_error:
+            details = error_to_proto(self.attach_error)
+            context.set_trailing_metadata((("kvmanager-error-bin", details.SerializeToString()),))
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, details.message)
+        self.attached.append(request)
+        base = 10 * (request.rank + 1)
+        size = PAGES * LATENT.page_bytes
+        latent, indexer = layout_to_proto(LATENT), layout_to_proto(INDEXER)
+        if self.spoil_layout:
+            latent.components[0].offset += 1
+        return pb.AttachReply(
+            attach_id=100 + request.rank,
+            regions=[
+                self.region(base, pb.DEVICE, size),
+                self.region(base + 1, pb.HOST, size),
+                self.region(1, pb.TIMELINE, 4096),
+            ],
+            timeline_word=7 + request.rank,
+            layouts=[
+                pb.ClassLayout(page_class="latent", layout=latent, device_region=base, host_region=base + 1),
+                pb.ClassLayout(page_class="indexer", layout=indexer, device_region=base),
+            ],
+            boot_id=5,
+        )
+
+    def Detach(self, request: pb.DetachRequest, context: Any) -> pb.DetachReply:  # noqa: ARG002
+        self.detached.append(request.attach_id)
+        return pb.DetachReply()
+
+    def close(self) -> None:
+        """Ends the attach connection."""
+
+    def fetch_fds(self, attach_id: int) -> list[int]:
+        base = 10 * (attach_id - 100 + 1)
+        fds = [os.dup(self.memory[region]) for region in (base, base + 1, 1)]
+        while self.fds_withheld:
+            os.close(fds.pop())
+            self.fds_withheld -= 1
+        return fds
+
+
+@pytest.fixture
+def daemon() -> Iterator[ScriptedDaemon]:
+    daemon = ScriptedDaemon()
+    yield daemon
+    for fd in daemon.memory.values():
+        os.close(fd)
+
+
+@pytest.fixture
+def channel(daemon: ScriptedDaemon, tmp_path: Path) -> Iterator[grpc.Channel]:
+    runner = grpc.server(futures.ThreadPoolExecutor(2))
+    pb_grpc.add_WorkerServicer_to_server(daemon, runner)
+    address = f"unix:{tmp_path}/s"
+    runner.add_insecure_port(address)
+    runner.start()
+    with grpc.insecure_channel(address) as channel:
+        yield channel
+    runner.stop(None).wait()
+
+
+def attach(daemon: ScriptedDaemon, channel: grpc.Channel, rank: int = 0) -> WorkerRank:
+    return WorkerRank(cast(Attachment, daemon), channel, "e", 3, rank)
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_attach_maps_the_daemons_own_memory(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
+    rank = attach(daemon, channel, 1)
+    assert daemon.attached == [pb.AttachRequest(engine="e", epoch=3, rank=1)]
+    assert (rank.attach_id, rank.boot_id) == (101, 5)
+    assert rank.classes["latent"].layout == LATENT
+    assert rank.classes["indexer"].host is None
+    rank.classes["latent"].device[17] = 200
+    host = rank.classes["latent"].host
+    assert host is not None
+    host[-1] = 201
+    assert daemon.content(20)[17] == 200
+    assert daemon.content(21)[-1] == 201
+    os.pwrite(daemon.memory[20], b"\x05", 18)
+    assert rank.classes["indexer"].device[18] == 5
+
+
+def test_fence_raises_every_word_and_names_it(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
+    group = WorkerGroup([attach(daemon, channel, rank) for rank in range(2)])
+    for value in (1, 2):
+        fence = group.fence()
+        assert np.frombuffer(fence.attach_ids, "<u8").tolist() == [100, 101]
+        assert np.frombuffer(fence.values, "<u8").tolist() == [value, value]
+        words = daemon.content(1).view("<u8")
+        assert words[7:9].tolist() == [value, value]
+        assert np.flatnonzero(words).tolist() == [7, 8]
+    group.detach()
+    assert daemon.detached == [100, 101]
+
+
+def test_one_plan_copies_over_all_ranks_regions(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
+    group = WorkerGroup([attach(daemon, channel, rank) for rank in range(2)])
+    for rank in group.ranks:
+        rank.classes["latent"].device[:100] = 50 + rank.rank
+    copies = copy_whole_pages(100, [10, 20], np.array([0]), [10, 20], np.array([3]))
+    group.run_plans([plan_to_proto(CopyPlan(1, Purpose.COPY_ON_WRITE, copies))])
+    for region, value in ((10, 50), (20, 51)):
+        content = daemon.content(region)
+        assert (content[300:400] == value).all()
+        assert np.count_nonzero(content) == 200
+
+
+def test_plan_that_leaves_the_ranks_memory_moves_nothing(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
+    group = WorkerGroup([attach(daemon, channel)])
+    size = PAGES * LATENT.page_bytes
+    for copies, named in (
+        (copy_whole_pages(100, [10], np.array([0]), [10], np.array([size // 100])), "leave region 10"),
+        (copy_whole_pages(100, [10], np.array([0]), [99], np.array([1])), "region 99"),
+    ):
+        with pytest.raises(InvalidArgument, match=named):
+            group.run_plans([plan_to_proto(CopyPlan(1, Purpose.COPY_ON_WRITE, copies))])
+
+
+def test_timeline_never_goes_back(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
+    rank = attach(daemon, channel)
+    rank.raise_timeline(9)
+    with pytest.raises(AssertionError):
+        rank.raise_timeline(8)
+
+
+def test_mapping_keeps_no_fd_of_a_failed_attach(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
+    attach(daemon, channel)
+    daemon.fds_withheld = 1
+    before = open_fds()
+    with pytest.raises(InvalidArgument, match="2 fds came for 3 regions"):
+        attach(daemon, channel)
+    assert open_fds() == before
+
+
+def test_layout_that_does_not_match_its_fingerprint_is_refused(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
+    daemon.spoil_layout = True
+    with pytest.raises(LayoutMismatch, match=LATENT.fingerprint):
+        attach(daemon, channel)
+
+
+def test_refused_attach_is_typed(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
+    daemon.attach_error = StaleEpoch("epoch 3 of e was replaced by 4; register again")
+    with pytest.raises(StaleEpoch, match="replaced by 4"):
+        attach(daemon, channel)
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def span_run(first_span: int, first_tokens: list[int], orders: list[tuple[int, int]], ranks: int = 1) -> pb.SpanRun:
+    pages = sum(m for m, _ in orders) // ranks
+    base = 100 * (first_span + 1)
+    return pb.SpanRun(
+        first_span=first_span,
+        first_tokens=pack_u64(first_tokens),
+        segments=pack_u32([m for m, _ in orders]),
+        interleave=pack_u32([i for _, i in orders]),
+        uids=pack_u64([base + i for i in range(pages)]),
+        pages=[
+            pb.ClassPages(
+                page_class="latent",
+                device_pages=pack_u32([base + 10 + i if i else WIRE_NO_PAGE for i in range(pages)]),
+                host_pages=pack_u32([base + 20 + i for i in range(pages)]),
+            ),
+            pb.ClassPages(page_class="indexer", device_pages=pack_u32([base + 30 + i for i in range(pages)])),
+        ],
+    )
+
+
+def test_table_of_an_opened_request() -> None:
+    opened = pb.OpenReply(
+        request_id=1,
+        spans=[span_run(0, [0], [(2, 1)]), span_run(1, [8, 12], [(1, 1), (1, 1)])],
+        hot=[pb.HotPages(request_id=1, pages=pack_u32([4, 5]))],
+    )
+    table = opened_table(opened, ranks=1)
+    assert table.page_starts.tolist() == [0, 2, 3, 4]
+    assert table.uids.tolist() == [100, 101, 200, 201]
+    assert table.pages["latent"].device.tolist() == [NO_PAGE, 111, NO_PAGE, 211]
+    assert table.pages["latent"].host.tolist() == [120, 121, 220, 221]
+    assert table.pages["indexer"].device.tolist() == [130, 131, 230, 231]
+    assert table.pages["indexer"].host.tolist() == [NO_PAGE] * 4
+    assert table.hot_pages.tolist() == [4, 5]
+
+
+def test_locate_follows_each_spans_order() -> None:
+    table = RequestTable(1)
+    table.append(decode_spans(span_run(0, [0], [(2, 2)])))
+    table.append(decode_spans(span_run(1, [8, 12], [(1, 1), (1, 1)])))
+    ordinal, rank, slot = table.locate(np.arange(16))
+    assert ordinal.tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert slot.tolist() == [0, 1, 0, 1, 2, 3, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
+    assert not rank.any()
+
+
+@pytest.mark.parametrize("interleave", [1, 2, 4])
+def test_locate_agrees_with_the_shard_geometry(interleave: int) -> None:
+    geometry = ShardGeometry(8, ROWS, interleave)
+    table = RequestTable(8)
+    orders = [(8, interleave)] * 3
+    table.append(decode_spans(span_run(0, [0, 32, 64], orders, ranks=8)))
+    positions = np.arange(96)
+    for mine, theirs in zip(table.locate(positions), geometry.place(positions), strict=True):
+        assert mine.tolist() == theirs.tolist()
+
+
+def test_growth_truncates_then_appends() -> None:
+    table = RequestTable(1)
+    table.append(decode_spans(span_run(0, [0], [(2, 1)])))
+    table.append(decode_spans(span_run(1, [8, 12], [(1, 1), (1, 1)])))
+    before = table.uids
+    table.apply_growth(pb.Growth(spans_kept=2, spans=[span_run(2, [12], [(1, 1)])]))
+    assert table.uids.tolist() == [100, 101, 200, 300]
+    assert table.first_tokens.tolist() == [0, 8, 12]
+    table.apply_growth(pb.Growth(spans_kept=1))
+    assert (table.spans, table.page_count) == (1, 2)
+    assert table.pages["latent"].device.tolist() == [NO_PAGE, 111]
+    assert before.tolist() == [100, 101, 200, 201]
+
+
+def test_residency_changes_only_the_named_rows() -> None:
+    table = RequestTable(1)
+    table.append(decode_spans(span_run(0, [0], [(4, 1)])))
+    before = table.pages["latent"]
+    rows = pb.Residency(
+        page_class="latent",
+        page_ordinals=pack_u32([3, 1]),
+        device_pages=pack_u32([WIRE_NO_PAGE, 9]),
+        host_pages=pack_u32([8, WIRE_NO_PAGE]),
+    )
+    table.apply_residency(rows)
+    assert table.pages["latent"].device.tolist() == [NO_PAGE, 9, 112, NO_PAGE]
+    assert table.pages["latent"].host.tolist() == [120, NO_PAGE, 122, 8]
+    assert before.device.tolist() == [NO_PAGE, 111, 112, 113]
+
+
+def test_tables_refuse_what_does_not_fit() -> None:
+    table = RequestTable(1)
+    table.append(decode_spans(span_run(0, [0], [(2, 1)])))
+    with pytest.raises(InvalidArgument, match="starts at 2, the chain has 1"):
+        table.append(decode_spans(span_run(2, [8], [(1, 1)])))
+    with pytest.raises(InvalidArgument, match="5 spans kept of a chain of 1"):
+        table.truncate(5)
+    with pytest.raises(InvalidArgument, match="class 'kv'"):
+        table.apply_residency(pb.Residency(page_class="kv"))
+    with pytest.raises(InvalidArgument, match="page 2 of 2"):
+        table.apply_residency(pb.Residency(page_class="latent", page_ordinals=pack_u32([2])))
+    with pytest.raises(InvalidArgument, match="do not fill 8 ranks"):
+        RequestTable(8).append(decode_spans(span_run(0, [0], [(4, 1)])))
+    short = span_run(0, [0], [(2, 1)])
+    short.segments = pack_u32([2, 2])
+    with pytest.raises(InvalidArgument, match="2 segment counts"):
+        decode_spans(short)
+    short = span_run(0, [0], [(2, 1)])
+    short.pages[0].host_pages = pack_u32([1])
+    with pytest.raises(InvalidArgument, match="class 'latent': 2 device and 1 host pages"):
+        decode_spans(short)
