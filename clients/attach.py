@@ -1,0 +1,170 @@
+"""A client's way in: the attach socket, its token, and gRPC channels that carry it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import grpc
+
+from kvmanager.errors import DaemonError, KVError, NotReady, Unauthorized
+from kvmanager.frames import FrameReader, receive_frame, send_frame
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.runtime_dir import ATTACH_SOCKET
+from kvmanager.wire import error_from_proto
+
+TOKEN_METADATA_KEY: Final = "kvmanager-token"
+MESSAGE_MAX_BYTES: Final = 64 << 20
+ATTACH_TIMEOUT_S: Final = 10.0
+
+
+class Attachment:
+    """The open connection of one client process. While it is open the daemon counts this process as alive.
+
+    `token` goes with every gRPC call; `grpc_path` is the daemon's socket; `boot_id` changes when the
+    daemon restarts. Safe to use from several threads.
+    """
+
+    def __init__(self, channel: socket.socket, reader: FrameReader, token: str, grpc_path: Path, boot_id: int) -> None:
+        self.token = token
+        self.grpc_path = grpc_path
+        self.boot_id = boot_id
+        self._channel = channel
+        self._reader = reader
+        self._lock = threading.Lock()
+
+    def fetch_fds(self, attach_id: int) -> list[int]:
+        """The descriptors of a worker's attach, in the order of AttachReply.regions; the caller closes them.
+
+        Raises the daemon's typed error, NotReady when the connection is broken.
+        """
+        with self._lock:
+            payload, fds = _ask(self._channel, self._reader, {"fds_for": attach_id})
+        if payload.get("fds_for") != attach_id:
+            for fd in fds:
+                os.close(fd)
+            raise DaemonError(f"asked for the descriptors of attach {attach_id}, got {payload}")
+        return fds
+
+    def close(self) -> None:
+        """Leaves: the daemon sees the connection end at once. Idempotent."""
+        self._channel.close()
+        self._reader.close()
+
+
+def attach(runtime_dir: Path, role: str, name: str, timeout_s: float = ATTACH_TIMEOUT_S) -> Attachment:
+    """Connects this process to the node in `runtime_dir` as "engine", "worker", "operator" or "peer".
+
+    Raises NotReady when no node answers there, Unauthorized when this uid may not attach,
+    InvalidArgument for a role or name that is refused.
+    """
+    path = runtime_dir / ATTACH_SOCKET
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    reader = FrameReader()
+    try:
+        channel.settimeout(timeout_s)
+        _connect(channel, path)
+        payload, _ = _ask(channel, reader, {"role": role, "name": name})
+        token, grpc_path, boot_id = payload.get("token"), payload.get("grpc"), payload.get("boot_id")
+        if not isinstance(token, str) or not isinstance(grpc_path, str) or not isinstance(boot_id, int):
+            raise DaemonError(f"{path} answered {sorted(payload)}, not a token; is it a kvmanager node?")
+    except BaseException:
+        channel.close()
+        reader.close()
+        raise
+    return Attachment(channel, reader, token, Path(grpc_path), boot_id)
+
+
+def _connect(channel: socket.socket, path: Path) -> None:
+    try:
+        channel.connect(os.fspath(path))
+    except PermissionError as error:
+        raise Unauthorized(f"uid {os.getuid()} may not open {path}; run as the node's own user") from error
+    except OSError as error:
+        raise NotReady(f"no node answers on {path} ({error}); is it started?") from error
+
+
+def _ask(channel: socket.socket, reader: FrameReader, question: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    try:
+        with contextlib.suppress(BrokenPipeError):  # refused before it heard us: the reason lies in the socket
+            send_frame(channel, question)
+        payload, fds = receive_frame(channel, reader)
+    except OSError as error:
+        raise NotReady(f"the node's attach connection broke ({error}); attach again") from error
+    if "error" in payload:
+        raise _typed(payload["error"])
+    return payload, fds
+
+
+def _typed(error: object) -> KVError:
+    """The error of an error frame, in the class of its reason."""
+    if not isinstance(error, dict):
+        return DaemonError(f"the node refused: {error}")
+    reason, message = str(error.get("reason")), str(error.get("message"))
+    if reason not in dict(pb.ErrorReason.items()):
+        return DaemonError(f"{reason}: {message}")
+    return error_from_proto(pb.Error(reason=pb.ErrorReason.Value(reason), message=message))
+
+
+class _CallDetails(NamedTuple):
+    """The details of a call with the token added (gRPC reads these attributes)."""
+
+    method: str
+    timeout: float | None
+    metadata: tuple[tuple[str, str | bytes], ...]
+    credentials: grpc.CallCredentials | None
+    wait_for_ready: bool | None
+    compression: grpc.Compression | None
+
+
+class _TokenInterceptor(
+    grpc.UnaryUnaryClientInterceptor,  # type: ignore[type-arg]  # generic in the stubs only
+    grpc.UnaryStreamClientInterceptor,  # type: ignore[type-arg]  # generic in the stubs only
+    grpc.StreamUnaryClientInterceptor,  # type: ignore[type-arg]  # generic in the stubs only
+    grpc.StreamStreamClientInterceptor,  # type: ignore[type-arg]  # generic in the stubs only
+):
+    """Adds the session token to the metadata of every call."""
+
+    def __init__(self, token: str) -> None:
+        self._entry = (TOKEN_METADATA_KEY, token)
+
+    def _with_token(self, details: Any) -> _CallDetails:
+        return _CallDetails(
+            details.method,
+            details.timeout,
+            (*(details.metadata or ()), self._entry),
+            details.credentials,
+            getattr(details, "wait_for_ready", None),
+            getattr(details, "compression", None),
+        )
+
+    def intercept_unary_unary(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        """One request, one reply."""
+        return continuation(self._with_token(details), request)
+
+    def intercept_unary_stream(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        """One request, many replies."""
+        return continuation(self._with_token(details), request)
+
+    def intercept_stream_unary(self, continuation: Callable[..., Any], details: Any, requests: Any) -> Any:
+        """Many requests, one reply."""
+        return continuation(self._with_token(details), requests)
+
+    def intercept_stream_stream(self, continuation: Callable[..., Any], details: Any, requests: Any) -> Any:
+        """Many of both."""
+        return continuation(self._with_token(details), requests)
+
+
+def grpc_channel(attachment: Attachment) -> grpc.Channel:
+    """A channel to the node's daemon whose calls carry the token; the caller closes it."""
+    options = [
+        ("grpc.max_send_message_length", MESSAGE_MAX_BYTES),
+        ("grpc.max_receive_message_length", MESSAGE_MAX_BYTES),
+    ]
+    channel = grpc.insecure_channel(f"unix:{attachment.grpc_path}", options=options)
+    return grpc.intercept_channel(channel, _TokenInterceptor(attachment.token))

@@ -1,0 +1,361 @@
+"""The door of the node: who connects is read from the kernel, and gets a session token.
+
+gRPC does not tell the uid of a peer on a unix socket. So every client first connects here, on
+`attach.sock` in the node's 0700 directory; uid, pid and pidfd come from the socket itself. Its first
+frame names a role; the answer holds the token that its gRPC calls carry, where gRPC listens and the
+daemon's boot id. The connection stays open as long as the client lives:
+
+    connected --socket breaks--> disconnected (suspect) --pidfd readable--> exited (gone)
+
+Exit is reported after disconnect, always, also where a child inherited the socket and keeps it open.
+Later frames `{"fds_for": attach_id}` are answered with the descriptors of that attach.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, Suspect, Unauthorized
+from kvmanager.frames import FrameReader, send_frame
+from kvmanager.runtime_dir import ATTACH_SOCKET, bind_socket, make_private_dir
+
+ROLES: Final = ("engine", "worker", "operator", "peer")
+NAME_MAX_CHARS: Final = 200
+CONNECTIONS_MAX: Final = 256
+"""Each takes two descriptors; a process may commonly have 1,024."""
+HELLO_DEADLINE_S: Final = 5.0
+"""A connection that has not said who it is by then is closed."""
+
+_SO_PEERPIDFD: Final = 77  # Linux 6.5; not in Python's socket module
+_UCRED: Final = struct.Struct("iII")
+_RECEIVE_BYTES: Final = 16 << 10
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientIdentity:
+    """One attached process. `token`: 256 random bits, hex. `pidfd`, the server's, is readable once it is gone."""
+
+    token: str
+    uid: int
+    pid: int
+    pidfd: int
+    role: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What the kernel says of the process at the other end."""
+
+    pid: int
+    uid: int
+    pidfd: int
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    """A socket and its peer. `identity` is set once it attached; `channel` is None once it broke."""
+
+    channel: socket.socket | None
+    peer: Peer
+    opened_s: float
+    reader: FrameReader = field(default_factory=FrameReader)
+    identity: ClientIdentity | None = None
+
+
+class AttachServer:
+    """Serves `attach.sock` from one thread of its own.
+
+    The callbacks run in that thread, one at a time, and must not block:
+
+    * `on_attach(identity)` before the token is handed out; a KVError refuses the client with it.
+    * `on_disconnect(token)` when the socket broke; then `on_exit(token)` when the process is gone.
+    * `fds_for(token, attach_id)` gives the descriptors of an attach, which stay the callee's; a KVError
+      is passed on to the client.
+    * `on_failure(error)` when a callback raised anything else: the server has stopped and the daemon must.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        *,
+        trust_uids: Collection[int],
+        boot_id: int,
+        grpc_path: Path,
+        on_attach: Callable[[ClientIdentity], None],
+        on_disconnect: Callable[[str], None],
+        on_exit: Callable[[str], None],
+        fds_for: Callable[[str, int], Sequence[int]],
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        self.path: Final = runtime_dir / ATTACH_SOCKET
+        self._trust_uids = frozenset(trust_uids)
+        self._boot_id = boot_id
+        self._grpc_path = grpc_path
+        self._on_attach = on_attach
+        self._on_disconnect = on_disconnect
+        self._on_exit = on_exit
+        self._fds_for = fds_for
+        self._on_failure = on_failure
+        # Connections by token, until exit. Written by the thread only, read by `identity_of` under the lock.
+        self._attached: dict[str, _Connection] = {}
+        self._lock = threading.Lock()
+        # Connections that have not said who they are yet; thread only.
+        self._waiting: set[_Connection] = set()
+        self._selector = selectors.DefaultSelector()
+        make_private_dir(runtime_dir)
+        self._listener = bind_socket(self.path)
+        self._listener.setblocking(False)
+        self._wake_source, self._wake_target = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="attach", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread. Call once."""
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_target, selectors.EVENT_READ, None)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops the thread, closes all connections and removes the socket. No callback runs any more."""
+        if self._thread.is_alive():
+            self._wake_source.send(b"x")
+            self._thread.join()
+        with self._lock:
+            connections = [*self._attached.values(), *self._waiting]
+            self._attached.clear()
+            self._waiting.clear()
+        for connection in connections:
+            if connection.channel is not None:
+                connection.channel.close()
+            connection.reader.close()
+            os.close(connection.peer.pidfd)
+        self._selector.close()
+        for end in (self._listener, self._wake_source, self._wake_target):
+            end.close()
+        self.path.unlink(missing_ok=True)
+
+    def identity_of(self, token: str) -> ClientIdentity:
+        """Whose token this is; from any thread.
+
+        Raises Unauthorized for a token never given or of a process that is gone, Suspect when the
+        connection broke while the process may live on.
+        """
+        with self._lock:
+            connection = self._attached.get(token)
+            if connection is None or connection.identity is None:
+                raise Unauthorized(f"no client holds this session token; attach on {self.path} first")
+            if connection.channel is None:
+                identity = connection.identity
+                raise Suspect(f"the attach connection of {identity.role} {identity.name!r} broke; attach again")
+            return connection.identity
+
+    # ------------------------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            _log.exception("the attach server stops")
+            self._on_failure(error)
+
+    def _turn(self) -> bool:
+        """Handles what is ready; False once `close` was called."""
+        timeout = HELLO_DEADLINE_S if self._waiting else None
+        events = self._selector.select(timeout)
+        actions = [key.data for key, _ in events]
+        if None in actions:
+            return False
+        # Sockets before pidfds, so that a break and an exit seen together are reported in this order.
+        for action in sorted(actions, key=lambda each: isinstance(each, _Exit)):
+            action()
+        now = time.monotonic()
+        for connection in [each for each in self._waiting if now - each.opened_s >= HELLO_DEADLINE_S]:
+            self._refuse(connection, InvalidArgument(f"no first frame within {HELLO_DEADLINE_S} s; attach again"))
+        return True
+
+    def _accept(self) -> None:
+        try:
+            channel, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        channel.setblocking(False)
+        try:
+            peer = read_peer(channel)
+        except ProcessLookupError:
+            channel.close()
+            return
+        connection = _Connection(channel, peer, time.monotonic())
+        self._waiting.add(connection)
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._receive(connection))
+        if peer.uid not in self._trust_uids:
+            trusted = ", ".join(map(str, sorted(self._trust_uids)))
+            self._refuse(
+                connection,
+                Unauthorized(
+                    f"uid {peer.uid} (pid {peer.pid}) may not attach; run it as one of uid {trusted}, "
+                    "or add its uid to trust_uids in [node]"
+                ),
+            )
+        elif len(self._waiting) + len(self._attached) > CONNECTIONS_MAX:
+            self._refuse(connection, LimitExceeded(f"{CONNECTIONS_MAX} clients are attached already; close some"))
+
+    def _receive(self, connection: _Connection) -> None:
+        channel = connection.channel
+        if channel is None:  # dropped earlier in this turn
+            return
+        try:
+            data = channel.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(connection)
+            return
+        connection.reader.feed(data)
+        try:
+            while connection.channel is not None and (frame := connection.reader.next()) is not None:
+                self._serve(connection, frame[0])
+        except KVError as error:
+            self._refuse(connection, error)
+
+    def _serve(self, connection: _Connection, frame: dict[str, object]) -> None:
+        if connection.identity is None:
+            self._greet(connection, frame)
+            return
+        attach_id = frame.get("fds_for")
+        if not isinstance(attach_id, int) or isinstance(attach_id, bool) or frame.keys() != {"fds_for"}:
+            raise InvalidArgument(f"a frame with keys {sorted(frame)}; this connection serves {{'fds_for': attach_id}}")
+        try:
+            fds = self._fds_for(connection.identity.token, attach_id)
+            self._send(connection, {"fds_for": attach_id}, fds)
+        except KVError as error:  # the question was well formed, so the connection stays
+            self._send(connection, _error_frame(error))
+
+    def _greet(self, connection: _Connection, frame: dict[str, object]) -> None:
+        role, name = frame.get("role"), frame.get("name")
+        if role not in ROLES:
+            raise InvalidArgument(f"role {role!r} is not one of {', '.join(ROLES)}")
+        if not isinstance(name, str) or not 0 < len(name) <= NAME_MAX_CHARS:
+            raise InvalidArgument(f"name {str(name)[:40]!r} is not a text of 1 to {NAME_MAX_CHARS} characters")
+        peer = connection.peer
+        identity = ClientIdentity(secrets.token_hex(32), peer.uid, peer.pid, peer.pidfd, str(role), name)
+        self._on_attach(identity)
+        with self._lock:
+            connection.identity = identity
+            self._attached[identity.token] = connection
+        self._waiting.discard(connection)
+        self._selector.register(peer.pidfd, selectors.EVENT_READ, _Exit(self, connection))
+        answer = {"token": identity.token, "grpc": os.fspath(self._grpc_path), "boot_id": self._boot_id}
+        self._send(connection, answer)
+
+    def _send(self, connection: _Connection, payload: dict[str, object], fds: Sequence[int] = ()) -> None:
+        """Sends without waiting; a client that does not read, or is gone, is dropped."""
+        if connection.channel is None:
+            return
+        try:
+            send_frame(connection.channel, payload, fds)
+        except OSError:
+            self._drop(connection)
+
+    def _refuse(self, connection: _Connection, error: KVError) -> None:
+        _log.warning("refused pid %d: %s", connection.peer.pid, error)
+        self._send(connection, _error_frame(error))
+        self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        """Closes the socket. An attached client becomes suspect; its pidfd is watched on."""
+        channel = connection.channel
+        if channel is None:
+            return
+        with self._lock:
+            connection.channel = None
+        self._selector.unregister(channel)
+        channel.close()
+        connection.reader.close()
+        if connection.identity is None:
+            self._waiting.discard(connection)
+            os.close(connection.peer.pidfd)
+        else:
+            self._on_disconnect(connection.identity.token)
+
+    def _exited(self, connection: _Connection) -> None:
+        identity = connection.identity
+        assert identity is not None, "only attached processes are watched"
+        self._drop(connection)
+        self._selector.unregister(identity.pidfd)
+        with self._lock:
+            del self._attached[identity.token]
+        self._on_exit(identity.token)
+        os.close(identity.pidfd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exit:
+    """What to do when a pidfd is readable; a type of its own, so that a turn can order it after sockets."""
+
+    server: AttachServer
+    connection: _Connection
+
+    def __call__(self) -> None:
+        self.server._exited(self.connection)
+
+
+def _error_frame(error: KVError) -> dict[str, object]:
+    return {"error": {"reason": error.reason, "message": str(error)}}
+
+
+def read_peer(channel: socket.socket) -> Peer:
+    """Who is at the other end. Raises ProcessLookupError when it is gone already."""
+    pid, uid, _ = _UCRED.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    try:
+        raw = channel.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
+    except OSError as error:
+        if error.errno == errno.ENOPROTOOPT:
+            return Peer(pid, uid, open_pidfd(pid, uid))
+        if error.errno in (errno.ESRCH, errno.EINVAL, errno.ENODATA):  # reaped; the number depends on the kernel
+            raise ProcessLookupError(f"pid {pid} is gone") from error
+        raise
+    return Peer(pid, uid, int.from_bytes(raw, "little"))
+
+
+def open_pidfd(pid: int, uid: int) -> int:
+    """A pidfd by number, for kernels whose sockets don't hold one (before 6.5).
+
+    The number may be another process's by now, so owner and start time must be the same before and
+    after opening. Raises ProcessLookupError otherwise.
+    """
+    before = _owner_and_start(pid)
+    pidfd = os.pidfd_open(pid)
+    try:
+        if before[0] != uid or _owner_and_start(pid) != before:
+            raise ProcessLookupError(f"pid {pid} of uid {uid} is another process by now")
+    except ProcessLookupError:
+        os.close(pidfd)
+        raise
+    return pidfd
+
+
+def _owner_and_start(pid: int) -> tuple[int, int]:
+    """(uid, start time in clock ticks since boot)."""
+    process = Path(f"/proc/{pid}")
+    try:
+        # The command's name, in parentheses, may hold anything; the fields after the last one may not.
+        fields = (process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return process.stat().st_uid, int(fields[19])
+    except FileNotFoundError as error:
+        raise ProcessLookupError(f"pid {pid} is gone") from error

@@ -1,0 +1,56 @@
+"""The node's private directory: its sockets' names, and the rule that nobody else may enter it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Final
+
+from kvmanager.errors import ConfigError
+
+ATTACH_SOCKET: Final = "attach.sock"
+GRPC_SOCKET: Final = "grpc.sock"
+
+
+def make_private_dir(path: Path) -> None:
+    """Makes the directory with mode 0700, or checks that an existing one is ours and closed to others.
+
+    Raises ConfigError naming what is wrong and the remedy.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"can't make the runtime directory {path}: {error.strerror}; choose another") from error
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"the runtime directory {path} is a link or a file; choose another")
+    if found.st_uid != os.getuid():
+        raise ConfigError(f"the runtime directory {path} belongs to uid {found.st_uid}, not {os.getuid()}")
+    if mode & 0o077:
+        raise ConfigError(f"the runtime directory {path} has mode {mode:04o}; run: chmod 0700 {path}")
+
+
+def bind_socket(path: Path) -> socket.socket:
+    """A listening unix socket with mode 0600; a leftover of a dead process is replaced.
+
+    Raises ConfigError when a living process listens there.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        outcome = probe.connect_ex(os.fspath(path))
+    if outcome == 0:
+        raise ConfigError(f"a node serves {path.parent} already; stop it or choose another runtime_dir")
+    if outcome == errno.ECONNREFUSED:
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(os.fspath(path))
+        path.chmod(0o600)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"can't listen on {path}: {error.strerror}") from error
+    return listener
