@@ -102,27 +102,26 @@ def daemon() -> Iterator[ScriptedDaemon]:
 
 
 @pytest.fixture
-def channel(daemon: ScriptedDaemon, tmp_path: Path) -> Iterator[grpc.Channel]:
+def address(daemon: ScriptedDaemon, tmp_path: Path) -> Iterator[str]:
     runner = grpc.server(futures.ThreadPoolExecutor(2))
     pb_grpc.add_WorkerServicer_to_server(daemon, runner)
     address = f"unix:{tmp_path}/s"
     runner.add_insecure_port(address)
     runner.start()
-    with grpc.insecure_channel(address) as channel:
-        yield channel
+    yield address
     runner.stop(None).wait()
 
 
-def attach(daemon: ScriptedDaemon, channel: grpc.Channel, rank: int = 0) -> WorkerRank:
-    return WorkerRank(cast(Attachment, daemon), channel, "e", 3, rank)
+def attach(daemon: ScriptedDaemon, address: str, rank: int = 0) -> WorkerRank:
+    return WorkerRank(cast(Attachment, daemon), grpc.insecure_channel(address), "e", 3, rank)
 
 
 def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_attach_maps_the_daemons_own_memory(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
-    rank = attach(daemon, channel, 1)
+def test_attach_maps_the_daemons_own_memory(daemon: ScriptedDaemon, address: str) -> None:
+    rank = attach(daemon, address, 1)
     assert daemon.attached == [pb.AttachRequest(engine="e", epoch=3, rank=1)]
     assert (rank.attach_id, rank.boot_id) == (101, 5)
     assert rank.classes["latent"].layout == LATENT
@@ -137,8 +136,8 @@ def test_attach_maps_the_daemons_own_memory(daemon: ScriptedDaemon, channel: grp
     assert rank.classes["indexer"].device[18] == 5
 
 
-def test_fence_raises_every_word_and_names_it(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
-    group = WorkerGroup([attach(daemon, channel, rank) for rank in range(2)])
+def test_fence_raises_every_word_and_names_it(daemon: ScriptedDaemon, address: str) -> None:
+    group = WorkerGroup([attach(daemon, address, rank) for rank in range(2)])
     for value in (1, 2):
         fence = group.fence()
         assert np.frombuffer(fence.attach_ids, "<u8").tolist() == [100, 101]
@@ -150,8 +149,8 @@ def test_fence_raises_every_word_and_names_it(daemon: ScriptedDaemon, channel: g
     assert daemon.detached == [100, 101]
 
 
-def test_one_plan_copies_over_all_ranks_regions(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
-    group = WorkerGroup([attach(daemon, channel, rank) for rank in range(2)])
+def test_one_plan_copies_over_all_ranks_regions(daemon: ScriptedDaemon, address: str) -> None:
+    group = WorkerGroup([attach(daemon, address, rank) for rank in range(2)])
     for rank in group.ranks:
         rank.classes["latent"].device[:100] = 50 + rank.rank
     copies = copy_whole_pages(100, [10, 20], np.array([0]), [10, 20], np.array([3]))
@@ -162,8 +161,8 @@ def test_one_plan_copies_over_all_ranks_regions(daemon: ScriptedDaemon, channel:
         assert np.count_nonzero(content) == 200
 
 
-def test_plan_that_leaves_the_ranks_memory_moves_nothing(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
-    group = WorkerGroup([attach(daemon, channel)])
+def test_plan_that_leaves_the_ranks_memory_moves_nothing(daemon: ScriptedDaemon, address: str) -> None:
+    group = WorkerGroup([attach(daemon, address)])
     size = PAGES * LATENT.page_bytes
     for copies, named in (
         (copy_whole_pages(100, [10], np.array([0]), [10], np.array([size // 100])), "leave region 10"),
@@ -173,32 +172,32 @@ def test_plan_that_leaves_the_ranks_memory_moves_nothing(daemon: ScriptedDaemon,
             group.run_plans([plan_to_proto(CopyPlan(1, Purpose.COPY_ON_WRITE, copies))])
 
 
-def test_timeline_never_goes_back(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
-    rank = attach(daemon, channel)
+def test_timeline_never_goes_back(daemon: ScriptedDaemon, address: str) -> None:
+    rank = attach(daemon, address)
     rank.raise_timeline(9)
     with pytest.raises(AssertionError):
         rank.raise_timeline(8)
 
 
-def test_mapping_keeps_no_fd_of_a_failed_attach(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
-    attach(daemon, channel)
+def test_mapping_keeps_no_fd_of_a_failed_attach(daemon: ScriptedDaemon, address: str) -> None:
+    attach(daemon, address)
     daemon.fds_withheld = 1
     before = open_fds()
     with pytest.raises(InvalidArgument, match="2 fds came for 3 regions"):
-        attach(daemon, channel)
+        attach(daemon, address)
     assert open_fds() == before
 
 
-def test_layout_that_does_not_match_its_fingerprint_is_refused(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
+def test_layout_that_does_not_match_its_fingerprint_is_refused(daemon: ScriptedDaemon, address: str) -> None:
     daemon.spoil_layout = True
     with pytest.raises(LayoutMismatch, match=LATENT.fingerprint):
-        attach(daemon, channel)
+        attach(daemon, address)
 
 
-def test_refused_attach_is_typed(daemon: ScriptedDaemon, channel: grpc.Channel) -> None:
+def test_refused_attach_is_typed(daemon: ScriptedDaemon, address: str) -> None:
     daemon.attach_error = StaleEpoch("epoch 3 of e was replaced by 4; register again")
     with pytest.raises(StaleEpoch, match="replaced by 4"):
-        attach(daemon, channel)
+        attach(daemon, address)
 
 
 # ------------------------------------------------------------------------------------------ tables
