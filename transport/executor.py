@@ -1,0 +1,133 @@
+"""What every executor of copy plans does, and the regions that plans name.
+
+Life of a plan: `submit` -> outstanding -> exactly one `Completion` out of `poll`. The bytes of a plan
+that ended DONE have all arrived; FAILED and CANCELLED have moved some or none, and no more will
+follow; UNKNOWN_FATE means that bytes may still arrive, so the pages stay quarantined until the
+process that executes is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmanager.core.plans import CopyPlan, StridedCopies
+from kvmanager.errors import InvalidArgument, KVError
+from kvmanager.transport.runs import bounds
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+class Outcome(StrEnum):
+    """How a plan ended; the names are the wire's."""
+
+    DONE = "DONE"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    UNKNOWN_FATE = "UNKNOWN_FATE"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The one terminal result of a plan. `moved_bytes` may be short unless DONE; `busy_ns`: time spent moving."""
+
+    plan_id: int
+    outcome: Outcome
+    moved_bytes: int
+    busy_ns: int
+    error: KVError | None = None
+
+
+class Executor(Protocol):
+    """Carries out plans of one process. One thread owns it; no call blocks for longer than one slice of work."""
+
+    def submit(self, plan: CopyPlan) -> None:
+        """Takes a plan. What is wrong with the plan itself comes back as its FAILED completion.
+
+        Raises InvalidArgument when a plan of this id is outstanding (its completion would be ambiguous),
+        Draining after `close`.
+        """
+
+    def poll(self) -> list[Completion]:
+        """Moves some bytes and returns what ended since the last call. May be called after `close`."""
+
+    def cancel(self, plan_id: int) -> None:
+        """Starts nothing more of a plan; its terminal result still comes.
+
+        An id that is not outstanding is ignored: its completion is on the way.
+        """
+
+    def outstanding(self) -> list[int]:
+        """Ids whose completion `poll` has not returned, in the order of submission."""
+
+    def close(self) -> None:
+        """Starts nothing more: every outstanding plan gets its terminal result, at the latest at its deadline."""
+
+
+class RegionMap:
+    """The memory behind region ids. Arrays are one-dimensional, contiguous, writable uint8."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, ByteArray] = {}
+
+    def __contains__(self, region_id: int) -> bool:
+        return region_id in self._arrays
+
+    def add(self, region_id: int, array: ByteArray) -> None:
+        """Adds a region. Raises InvalidArgument when the id is taken."""
+        assert array.dtype == np.uint8
+        assert array.ndim == 1
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
+        if region_id in self._arrays:
+            raise InvalidArgument(f"region {region_id} is mapped already")
+        self._arrays[region_id] = array
+
+    def __getitem__(self, region_id: int) -> ByteArray:
+        """The region's bytes. Raises InvalidArgument for an unknown id."""
+        array = self._arrays.get(region_id)
+        if array is None:
+            raise InvalidArgument(f"region {region_id} is not mapped here: {sorted(self._arrays)} are")
+        return array
+
+    def address(self, region_id: int) -> int:
+        """Where the region begins in this process."""
+        return int(self[region_id].ctypes.data)
+
+    def check(self, plan: CopyPlan, source_sizes: Mapping[int, int] | None = None) -> None:
+        """Raises InvalidArgument when any byte of the plan lies outside its region.
+
+        Also when a copy set writes more bytes than its target region holds: some would be written twice.
+        `source_sizes`: bytes of the source regions, by id, where they are not this process's.
+        """
+        for number, copies in enumerate(plan.copies):
+            what = f"plan {plan.plan_id}, copy set {number}"
+            if source_sizes is None:
+                source_size = len(self[copies.source_region])
+            elif copies.source_region in source_sizes:
+                source_size = source_sizes[copies.source_region]
+            else:
+                raise InvalidArgument(f"{what}: source region {copies.source_region} is not the peer's")
+            _check_copies(what, copies, source_size, len(self[copies.target_region]))
+
+
+def _check_copies(what: str, c: StridedCopies, source_size: int, target_size: int) -> None:
+    sides = (
+        ("source", c.source_region, c.source_offsets, c.source_strides, source_size),
+        ("target", c.target_region, c.target_offsets, c.target_strides, target_size),
+    )
+    for side, region_id, offsets, strides, size in sides:
+        low, high = bounds(offsets, c.counts, strides, c.row_bytes)
+        if low < 0 or high > size:
+            raise InvalidArgument(
+                f"{what}: {side} bytes [{low}, {high}) leave region {region_id} of {size} bytes; nothing was copied"
+            )
+    if c.total_bytes > target_size:
+        raise InvalidArgument(
+            f"{what}: {c.total_bytes} bytes into region {c.target_region} of {target_size}; nothing was copied"
+        )

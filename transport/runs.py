@@ -1,0 +1,125 @@
+"""Plans as contiguous runs and as bounded slices: what executors make of a `StridedCopies`.
+
+All offsets are int64 bytes from a region's start. Nothing here touches memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvmanager.core.plans import CopyPlan, StridedCopies
+from kvmanager.geometry import Int64Array
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Contiguous copies between two regions: `source`, `target`, `lengths` are int64[n], bytes."""
+
+    source_region: int
+    target_region: int
+    source: Int64Array
+    target: Int64Array
+    lengths: Int64Array
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all runs."""
+        return int(self.lengths.sum())
+
+
+def bounds(offsets: Int64Array, counts: tuple[int, ...], strides: tuple[int, ...], row_bytes: int) -> tuple[int, int]:
+    """[first, last) byte that any of the copies touches on one side; (0, 0) for no copies.
+
+    Python integers: a plan from outside may hold strides whose sums leave 64 bits.
+    """
+    if len(offsets) == 0:
+        return 0, 0
+    reach = [(count - 1) * stride for count, stride in zip(counts, strides, strict=True)]
+    low = int(offsets.min()) + sum(step for step in reach if step < 0)
+    high = int(offsets.max()) + sum(step for step in reach if step > 0) + row_bytes
+    return low, high
+
+
+def plan_runs(plan: CopyPlan) -> tuple[Runs, ...]:
+    """The plan's copies as runs, one `Runs` for each pair of regions, by source offset, neighbours joined."""
+    parts: dict[tuple[int, int], list[StridedCopies]] = {}
+    for copies in plan.copies:
+        parts.setdefault((copies.source_region, copies.target_region), []).append(copies)
+    return tuple(_joined(source, target, group) for (source, target), group in parts.items())
+
+
+def _joined(source_region: int, target_region: int, group: list[StridedCopies]) -> Runs:
+    source = np.concatenate([spread(c.source_offsets, c.counts, c.source_strides) for c in group])
+    target = np.concatenate([spread(c.target_offsets, c.counts, c.target_strides) for c in group])
+    lengths = np.concatenate([np.full(c.runs, c.row_bytes, dtype=np.int64) for c in group])
+    order = np.argsort(source, kind="stable")
+    return Runs(source_region, target_region, *join_neighbours(source[order], target[order], lengths[order]))
+
+
+def spread(offsets: Int64Array, counts: tuple[int, ...], strides: tuple[int, ...]) -> Int64Array:
+    """The offset of every row, int64[n * prod(counts)], slowest extent first."""
+    grid = offsets
+    for count, stride in zip(counts, strides, strict=True):
+        grid = np.add.outer(grid, np.arange(count, dtype=np.int64) * stride)
+    return grid.reshape(-1)
+
+
+def join_neighbours(
+    source: Int64Array, target: Int64Array, lengths: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """(source, target, lengths) with consecutive runs joined where they touch on both sides."""
+    if len(source) == 0:
+        return source, target, lengths
+    touching = (source[1:] == source[:-1] + lengths[:-1]) & (target[1:] == target[:-1] + lengths[:-1])
+    heads = np.flatnonzero(np.concatenate(([True], ~touching)))
+    return source[heads], target[heads], np.add.reduceat(lengths, heads)
+
+
+def slices(copies: StridedCopies, most_bytes: int, most_runs: int) -> Iterator[StridedCopies]:
+    """The same copies in pieces of at most `most_bytes` bytes and `most_runs` runs each, in order.
+
+    Pieces keep the shape of the whole where they can, for one strided assignment is far cheaper than
+    its rows one by one. A single row longer than `most_bytes` is cut too.
+    """
+    each_runs = math.prod(copies.counts)
+    each_bytes = each_runs * copies.row_bytes
+    if each_bytes <= most_bytes and each_runs <= most_runs:
+        step = max(1, min(most_bytes // each_bytes, most_runs // each_runs))
+        for first in range(0, len(copies.source_offsets), step):
+            part = slice(first, first + step)
+            yield replace(
+                copies, source_offsets=copies.source_offsets[part], target_offsets=copies.target_offsets[part]
+            )
+        return
+    for source, target in zip(copies.source_offsets.tolist(), copies.target_offsets.tolist(), strict=True):
+        if copies.counts:
+            yield from slices(_without_outer_extent(copies, source, target), most_bytes, most_runs)
+        else:
+            yield from _cut_row(copies, source, target, most_bytes)
+
+
+def _without_outer_extent(copies: StridedCopies, source: int, target: int) -> StridedCopies:
+    """One copy of the set with its slowest extent written out as offsets."""
+    steps = np.arange(copies.counts[0], dtype=np.int64)
+    return replace(
+        copies,
+        source_offsets=source + steps * copies.source_strides[0],
+        target_offsets=target + steps * copies.target_strides[0],
+        counts=copies.counts[1:],
+        source_strides=copies.source_strides[1:],
+        target_strides=copies.target_strides[1:],
+    )
+
+
+def _cut_row(copies: StridedCopies, source: int, target: int, most_bytes: int) -> Iterator[StridedCopies]:
+    for first in range(0, copies.row_bytes, most_bytes):
+        yield replace(
+            copies,
+            source_offsets=np.array([source + first], dtype=np.int64),
+            target_offsets=np.array([target + first], dtype=np.int64),
+            row_bytes=min(most_bytes, copies.row_bytes - first),
+        )
