@@ -1,0 +1,265 @@
+"""The keeper with stand-in children: restarts, deposits, orderly ends, and nobody left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvmanager.deposits import DepositBox, KeeperLink
+from kvmanager.errors import DaemonError
+from kvmanager.keeper import EXIT_CONFIG, main
+
+WAIT_S = 30.0
+KEEPER = """
+import logging, sys
+from kvmanager.keeper import Keeper, KeeperLimits
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+limits = KeeperLimits(drain_s={drain_s}, mover_stop_s={drain_s}, restarts_max=3, backoff_first_s=0.01)
+python = (sys.executable, "-u", "-c")
+sys.exit(Keeper((*python, {daemon!r}), (*python, {mover!r}), limits).run())
+"""
+MOVER = "import os, time\nprint('mover', os.getpid())\ntime.sleep(600)\n"
+"""Says its pid and runs."""
+DAEMON = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print('daemon drained'), sys.exit(0)))
+print('daemon', os.getpid())
+time.sleep(600)
+"""
+
+
+class Lines:
+    """The children's output, a line at a time; other children's lines wait."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        self._stdout = process.stdout
+        self._early: list[str] = []
+
+    def next(self, start: str) -> str:
+        """The rest of the next line that starts so."""
+        for line in self._early:
+            if line.startswith(start):
+                self._early.remove(line)
+                return line.removeprefix(start).strip()
+        while line := self._stdout.readline():
+            if line.startswith(start):
+                return line.removeprefix(start).strip()
+            self._early.append(line)
+        raise AssertionError(f"the output ended without {start!r}; it had {self._early}")
+
+
+@contextlib.contextmanager
+def keeper(
+    daemon: str = DAEMON, mover: str = MOVER, drain_s: float = 20.0
+) -> Iterator[tuple[subprocess.Popen[str], Lines]]:
+    script = KEEPER.format(daemon=daemon, mover=mover, drain_s=drain_s)
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        # A test that hangs ends here: the children die with the keeper, so the pipes end too.
+        timer = threading.Timer(WAIT_S, process.kill)
+        timer.start()
+        try:
+            yield process, Lines(process)
+        finally:
+            timer.cancel()
+            process.kill()
+
+
+def gone(pidfd: int) -> bool:
+    """Waits for the end of a process that we did not start; closes the pidfd."""
+    done = bool(select.select([pidfd], [], [], WAIT_S)[0])
+    os.close(pidfd)
+    return done
+
+
+def test_sigterm_drains_the_daemon_then_stops_the_mover() -> None:
+    polite = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: (print('mover stops'), sys.exit(0)))\n"
+    with keeper(mover=polite + MOVER) as (process, lines):
+        lines.next("mover")
+        lines.next("daemon")
+        process.send_signal(signal.SIGTERM)
+        rest, errors = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0, errors
+        assert rest.split("\n")[:2] == ["daemon drained", "mover stops"]
+
+
+def test_sigint_is_the_same() -> None:
+    with keeper() as (process, lines):
+        lines.next("daemon")
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0
+        assert "daemon drained" in rest
+
+
+def test_a_deaf_daemon_is_killed_after_its_deadline() -> None:
+    daemon = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + MOVER.replace("mover", "daemon")
+    with keeper(daemon, drain_s=0.2) as (process, lines):
+        pidfd = os.pidfd_open(int(lines.next("daemon")))
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0
+        assert "did not stop within 0.2 s" in errors
+        assert gone(pidfd)
+
+
+def test_a_second_signal_ends_the_wait() -> None:
+    daemon = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('deaf'))\nprint('daemon')\n" + (
+        "while True: signal.pause()\n"
+    )
+    with keeper(daemon, drain_s=600.0) as (process, lines):
+        lines.next("daemon")
+        process.send_signal(signal.SIGTERM)
+        lines.next("deaf")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0
+
+
+def test_children_die_with_the_keeper() -> None:
+    with keeper() as (process, lines):
+        pidfds = [os.pidfd_open(int(lines.next(name))) for name in ("mover", "daemon")]
+        process.kill()
+        assert all(gone(pidfd) for pidfd in pidfds)
+
+
+@pytest.mark.parametrize("victim", ["daemon", "mover"])
+def test_a_dead_child_is_restarted_alone(victim: str) -> None:
+    other = {"daemon": "mover", "mover": "daemon"}[victim]
+    with keeper() as (process, lines):
+        first = int(lines.next(victim))
+        survivor = int(lines.next(other))
+        os.kill(first, signal.SIGKILL)
+        assert int(lines.next(victim)) != first
+        os.kill(survivor, 0)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=WAIT_S)
+        assert f"the {victim} ended with -9" in errors
+        assert process.returncode == 0
+
+
+def test_a_daemon_that_keeps_dying_ends_the_node() -> None:
+    with keeper("import sys\nprint('daemon')\nsys.exit(77)\n") as (process, lines):
+        mover = int(lines.next("mover"))
+        _, errors = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 1
+        assert "the daemon died 4 times" in errors
+        assert errors.count("started the daemon") == 4
+        with pytest.raises(ProcessLookupError):
+            os.kill(mover, 0)
+
+
+@pytest.mark.parametrize("code", [EXIT_CONFIG, 0])
+def test_a_daemon_that_ends_on_purpose_is_not_restarted(code: int) -> None:
+    with keeper(f"import sys\nsys.exit({code})\n") as (process, _):
+        _, errors = process.communicate(timeout=WAIT_S)
+        assert process.returncode == code
+        assert errors.count("started the daemon") == 1
+
+
+def test_memory_survives_the_daemon() -> None:
+    """The first daemon deposits and dies; the second gets the same bytes back and forgets one piece."""
+    daemon = """
+import os, signal, sys, time
+from kvmanager.deposits import KeeperLink
+link = KeeperLink(int(sys.argv[2]))
+assert sys.argv[1] == "--keeper-fd"
+held = link.reclaim()
+print("held", [(d.name, d.size_bytes, os.pread(d.fd, 99, 0).decode()) for d in held])
+if not held:
+    for name in ("hbm", "host"):
+        fd = os.memfd_create(name)
+        os.write(fd, f"bytes of {name}".encode())
+        link.deposit(name, 4096, fd)
+    os.kill(os.getpid(), signal.SIGKILL)
+if len(held) == 2:
+    link.forget("hbm")
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+    with keeper(daemon) as (process, lines):
+        assert lines.next("held") == "[]"
+        assert lines.next("held") == "[('hbm', 4096, 'bytes of hbm'), ('host', 4096, 'bytes of host')]"
+        assert lines.next("held") == "[('host', 4096, 'bytes of host')]"
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=WAIT_S)
+
+
+def test_a_daemon_that_talks_nonsense_loses_its_channel_only() -> None:
+    daemon = """
+import os, socket, sys, time
+channel = socket.socket(fileno=int(sys.argv[2]))
+channel.sendall(b"\\xff" * 64)
+print("closed", channel.recv(10))
+time.sleep(600)
+"""
+    with keeper(daemon) as (process, lines):
+        assert lines.next("closed") == "b''"
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0
+
+
+@pytest.fixture
+def link() -> Iterator[KeeperLink]:
+    """A link to a box served by a thread."""
+    ours, theirs = socket.socketpair()
+    box = DepositBox()
+
+    def serve() -> None:
+        while box.serve(ours):
+            pass
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    made = KeeperLink(theirs.detach())
+    yield made
+    made.close()
+    thread.join(WAIT_S)
+    box.close()
+    ours.close()
+
+
+def test_deposits_are_refused_clearly(link: KeeperLink) -> None:
+    fd = os.memfd_create("x")
+    link.deposit("x", 1, fd)
+    with pytest.raises(DaemonError, match="'x' is deposited already; forget it first"):
+        link.deposit("x", 1, fd)
+    os.close(fd)
+    with pytest.raises(DaemonError, match=r"nothing called 'y'.*\['x'\]"):
+        link.forget("y")
+    with pytest.raises(DaemonError, match="0 descriptors"):
+        link._ask({"op": "deposit", "name": "z", "size": 1}, [])
+    with pytest.raises(DaemonError, match="unknown request"):
+        link._ask({"op": "sing"}, [])
+    held = link.reclaim()
+    assert [(deposit.name, deposit.size_bytes) for deposit in held] == [("x", 1)]
+    os.close(held[0].fd)
+
+
+def test_an_open_runtime_directory_is_a_config_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path.chmod(0o755)
+    arguments = ["--config", "none.toml", "--runtime-dir", str(tmp_path), "--device", "cpu"]
+    assert main(arguments) == EXIT_CONFIG
+    assert "chmod 0700" in capsys.readouterr().err
+
+
+def test_the_keeper_loads_nothing_heavy() -> None:
+    script = (
+        "import sys, kvmanager.keeper\n"
+        "print(sorted({'grpc', 'google', 'torch', 'numpy', 'cupy', 'nixl_cu13'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
