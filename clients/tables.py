@@ -1,4 +1,4 @@
-"""The daemon's packed tables as numpy arrays, and the one table a worker keeps for a request.
+"""The daemon's packed tables as numpy arrays, as both engines hand them to their stores.
 
 Pages of a request are counted over its spans in order; that count is the page's **ordinal**. On a
 shard group of N ranks a span of order (M, I) has M / N ordinals, each naming the same page index on
@@ -7,6 +7,7 @@ every rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmanager.errors import InvalidArgument
+from kvmanager.geometry import TokenOrder
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import NO_PAGE as WIRE_NO_PAGE
 from kvmanager.wire import unpack_u32, unpack_u64
@@ -88,120 +90,56 @@ def _decode_column(column: pb.ClassPages, pages: int) -> PageColumn:
     return PageColumn(device, host)
 
 
-class RequestTable:
-    """One request's chain as its worker sees it; changed only by what the daemon sends.
+@dataclass(frozen=True)
+class OrderRun:
+    """Consecutive spans of one token order: their first token, and which of the run's pages are theirs."""
 
-    Arrays are replaced, never edited in place, so a reader may keep what it was given for a step.
+    order: TokenOrder
+    first_token: int
+    pages: slice
+
+
+def order_runs(spans: Spans, ranks: int) -> Iterator[OrderRun]:
+    """Cuts a run of spans where the token order changes.
+
+    `ranks`: N of the shard group, so that a span of order (M, I) has M / N pages. Raises InvalidArgument
+    when M does not fill the ranks, or the pages are not as many as the spans need.
     """
-
-    def __init__(self, ranks: int) -> None:
-        """An empty chain on a shard group of `ranks` ranks."""
-        self.ranks = ranks
-        """N of the shard group."""
-        self.first_tokens: Int64Array = np.zeros(0, np.int64)
-        """int64[spans]: position of each span's first token."""
-        self.segments: Int64Array = np.zeros(0, np.int64)
-        """int64[spans]: M of the span's token order."""
-        self.interleave: Int64Array = np.zeros(0, np.int64)
-        """int64[spans]: I of the span's token order."""
-        self.page_starts: Int64Array = np.zeros(1, np.int64)
-        """int64[spans + 1]: ordinal of each span's first page, and the page count at the end."""
-        self.uids: Int64Array = np.zeros(0, np.int64)
-        """int64[pages]: content ids."""
-        self.pages: dict[str, PageColumn] = {}
-        """Class -> columns of int64[pages]."""
-        self.hot_pages: Int64Array = np.zeros(0, np.int64)
-        """int64[slabs]: the request's hot buffer."""
-
-    @property
-    def spans(self) -> int:
-        """Spans of the chain."""
-        return len(self.first_tokens)
-
-    @property
-    def page_count(self) -> int:
-        """Page ordinals of the chain."""
-        return len(self.uids)
-
-    def append(self, run: Spans) -> None:
-        """Adds a run that follows the chain. Raises InvalidArgument when it starts elsewhere or lacks pages."""
-        if run.first_span != self.spans:
-            raise InvalidArgument(f"span run starts at {run.first_span}, the chain has {self.spans} spans")
-        uneven = run.segments % self.ranks != 0
-        if uneven.any():
-            raise InvalidArgument(f"{int(run.segments[uneven][0])} segments do not fill {self.ranks} ranks")
-        sizes = run.segments // self.ranks
-        if int(sizes.sum()) != len(run.uids):
-            raise InvalidArgument(f"{len(run.uids)} pages for spans of {int(sizes.sum())}")
-        if self.spans and set(run.pages) != set(self.pages):
-            raise InvalidArgument(f"classes {sorted(run.pages)} follow {sorted(self.pages)}")
-        self.first_tokens = np.concatenate((self.first_tokens, run.first_tokens))
-        self.segments = np.concatenate((self.segments, run.segments))
-        self.interleave = np.concatenate((self.interleave, run.interleave))
-        self.page_starts = np.concatenate((self.page_starts, self.page_starts[-1] + np.cumsum(sizes)))
-        self.uids = np.concatenate((self.uids, run.uids))
-        self.pages = {name: self._joined(name, column) for name, column in run.pages.items()}
-
-    def _joined(self, name: str, column: PageColumn) -> PageColumn:
-        before = self.pages.get(name)
-        if before is None:
-            return column
-        return PageColumn(np.concatenate((before.device, column.device)), np.concatenate((before.host, column.host)))
-
-    def truncate(self, spans_kept: int) -> None:
-        """Drops the spans from `spans_kept` on. Raises InvalidArgument when the chain is shorter."""
-        if spans_kept > self.spans:
-            raise InvalidArgument(f"{spans_kept} spans kept of a chain of {self.spans}")
-        pages = int(self.page_starts[spans_kept])
-        self.first_tokens = self.first_tokens[:spans_kept]
-        self.segments = self.segments[:spans_kept]
-        self.interleave = self.interleave[:spans_kept]
-        self.page_starts = self.page_starts[: spans_kept + 1]
-        self.uids = self.uids[:pages]
-        self.pages = {
-            name: PageColumn(column.device[:pages], column.host[:pages]) for name, column in self.pages.items()
-        }
-
-    def apply_growth(self, growth: pb.Growth) -> None:
-        """A step reply's change of the chain: first what it kept, then what it appended."""
-        self.truncate(growth.spans_kept)
-        for run in growth.spans:
-            self.append(decode_spans(run))
-
-    def apply_residency(self, rows: pb.Residency) -> None:
-        """New places of single pages. Raises InvalidArgument for a class or an ordinal the chain lacks."""
-        ordinals = _numbers_u32(rows.page_ordinals, "Residency.page_ordinals")
-        before = self.pages.get(rows.page_class)
-        if before is None:
-            raise InvalidArgument(f"residency of class {rows.page_class!r}; the request has {sorted(self.pages)}")
-        if ordinals.size and int(ordinals.max()) >= self.page_count:
-            raise InvalidArgument(f"residency of page {int(ordinals.max())} of {self.page_count}")
-        device, host = before.device.copy(), before.host.copy()
-        device[ordinals] = _pages(rows.device_pages, "Residency.device_pages")
-        host[ordinals] = _pages(rows.host_pages, "Residency.host_pages")
-        self.pages = {**self.pages, rows.page_class: PageColumn(device, host)}
-
-    def apply_hot(self, hot: pb.HotPages) -> None:
-        """The request's hot buffer, complete."""
-        self.hot_pages = _numbers_u32(hot.pages, "HotPages.pages")
-
-    def locate(self, positions: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """(page ordinal, rank, slot) of token positions; `positions` must lie in the chain."""
-        span = np.searchsorted(self.first_tokens, positions, side="right") - 1
-        assert positions.size == 0 or int(span.min()) >= 0
-        offset = positions - self.first_tokens[span]
-        segments, interleave = self.segments[span], self.interleave[span]
-        runs = offset // interleave
-        page = runs % segments
-        slot = (runs // segments) * interleave + offset % interleave
-        return self.page_starts[span] + page // self.ranks, page % self.ranks, slot
+    uneven = spans.segments % ranks != 0
+    if uneven.any():
+        raise InvalidArgument(f"a span of {int(spans.segments[uneven][0])} segments does not fill {ranks} ranks")
+    ends = np.cumsum(spans.segments // ranks)
+    if len(spans.uids) != int(ends[-1:].sum()):
+        raise InvalidArgument(f"{len(spans.uids)} pages for {len(ends)} spans of {spans.segments.tolist()} segments")
+    if not len(ends):
+        return
+    changes = (np.diff(spans.segments) != 0) | (np.diff(spans.interleave) != 0)
+    heads = [0, *(np.flatnonzero(changes) + 1).tolist()]
+    for head, after in zip(heads, [*heads[1:], len(ends)], strict=True):
+        order = TokenOrder(int(spans.segments[head]), int(spans.interleave[head]))
+        first_page = int(ends[head - 1]) if head else 0
+        yield OrderRun(order, int(spans.first_tokens[head]), slice(first_page, int(ends[after - 1])))
 
 
-def opened_table(opened: pb.OpenReply, ranks: int) -> RequestTable:
-    """The table of a request that became runnable, from the complete spans of its reply."""
-    table = RequestTable(ranks)
-    for run in opened.spans:
-        table.append(decode_spans(run))
-    for hot in opened.hot:
-        table.apply_hot(hot)
-    return table
+@dataclass(frozen=True)
+class ResidencyRows:
+    """New places of single pages of one class: int64[n] page ordinals, device and host pages."""
+
+    page_class: str
+    ordinals: Int64Array
+    column: PageColumn
+
+
+def decode_residency(rows: pb.Residency) -> ResidencyRows:
+    """A Residency as arrays. Raises InvalidArgument when they disagree in length."""
+    ordinals = _numbers_u32(rows.page_ordinals, "Residency.page_ordinals")
+    device = _pages(rows.device_pages, "Residency.device_pages")
+    host = _pages(rows.host_pages, "Residency.host_pages")
+    if not len(ordinals) == len(device) == len(host):
+        raise InvalidArgument(f"residency of {len(ordinals)} pages: {len(device)} device and {len(host)} host entries")
+    return ResidencyRows(rows.page_class, ordinals, PageColumn(device, host))
+
+
+def decode_hot(hot: pb.HotPages) -> Int64Array:
+    """int64[slabs] of a hot buffer."""
+    return _numbers_u32(hot.pages, "HotPages.pages")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from concurrent import futures
@@ -13,11 +14,11 @@ import numpy as np
 import pytest
 
 from kvmanager.clients.attach import Attachment
-from kvmanager.clients.tables import NO_PAGE, RequestTable, decode_spans, opened_table
+from kvmanager.clients.tables import NO_PAGE, OrderRun, decode_hot, decode_residency, decode_spans, order_runs
 from kvmanager.clients.worker import WorkerGroup, WorkerRank
 from kvmanager.core.plans import CopyPlan, Purpose, copy_whole_pages
 from kvmanager.errors import InvalidArgument, LayoutMismatch, StaleEpoch
-from kvmanager.geometry import ShardGeometry
+from kvmanager.geometry import TokenOrder
 from kvmanager.layout import GLM53_TINY, indexer_layout, latent_layout
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
@@ -116,8 +117,12 @@ def attach(daemon: ScriptedDaemon, address: str, rank: int = 0) -> WorkerRank:
     return WorkerRank(cast(Attachment, daemon), grpc.insecure_channel(address), "e", 3, rank)
 
 
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def open_memfds() -> int:
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sum("memfd:region" in link for link in links)
 
 
 def test_attach_maps_the_daemons_own_memory(daemon: ScriptedDaemon, address: str) -> None:
@@ -182,10 +187,10 @@ def test_timeline_never_goes_back(daemon: ScriptedDaemon, address: str) -> None:
 def test_mapping_keeps_no_fd_of_a_failed_attach(daemon: ScriptedDaemon, address: str) -> None:
     attach(daemon, address)
     daemon.fds_withheld = 1
-    before = open_fds()
+    before = open_memfds()
     with pytest.raises(InvalidArgument, match="2 fds came for 3 regions"):
         attach(daemon, address)
-    assert open_fds() == before
+    assert open_memfds() == before
 
 
 def test_layout_that_does_not_match_its_fingerprint_is_refused(daemon: ScriptedDaemon, address: str) -> None:
@@ -223,87 +228,56 @@ def span_run(first_span: int, first_tokens: list[int], orders: list[tuple[int, i
     )
 
 
-def test_table_of_an_opened_request() -> None:
-    opened = pb.OpenReply(
-        request_id=1,
-        spans=[span_run(0, [0], [(2, 1)]), span_run(1, [8, 12], [(1, 1), (1, 1)])],
-        hot=[pb.HotPages(request_id=1, pages=pack_u32([4, 5]))],
-    )
-    table = opened_table(opened, ranks=1)
-    assert table.page_starts.tolist() == [0, 2, 3, 4]
-    assert table.uids.tolist() == [100, 101, 200, 201]
-    assert table.pages["latent"].device.tolist() == [NO_PAGE, 111, NO_PAGE, 211]
-    assert table.pages["latent"].host.tolist() == [120, 121, 220, 221]
-    assert table.pages["indexer"].device.tolist() == [130, 131, 230, 231]
-    assert table.pages["indexer"].host.tolist() == [NO_PAGE] * 4
-    assert table.hot_pages.tolist() == [4, 5]
+def test_spans_become_arrays() -> None:
+    spans = decode_spans(span_run(3, [24, 32, 36], [(2, 1), (1, 1), (1, 1)]))
+    assert spans.first_span == 3
+    assert spans.first_tokens.tolist() == [24, 32, 36]
+    assert spans.segments.tolist() == [2, 1, 1]
+    assert spans.interleave.tolist() == [1, 1, 1]
+    assert spans.uids.tolist() == [400, 401, 402, 403]
+    assert spans.pages["latent"].device.tolist() == [NO_PAGE, 411, 412, 413]
+    assert spans.pages["latent"].host.tolist() == [420, 421, 422, 423]
+    assert spans.pages["indexer"].device.tolist() == [430, 431, 432, 433]
+    assert spans.pages["indexer"].host.tolist() == [NO_PAGE] * 4
 
 
-def test_locate_follows_each_spans_order() -> None:
-    table = RequestTable(1)
-    table.append(decode_spans(span_run(0, [0], [(2, 2)])))
-    table.append(decode_spans(span_run(1, [8, 12], [(1, 1), (1, 1)])))
-    ordinal, rank, slot = table.locate(np.arange(16))
-    assert ordinal.tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
-    assert slot.tolist() == [0, 1, 0, 1, 2, 3, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
-    assert not rank.any()
+def test_spans_are_cut_where_the_order_changes() -> None:
+    spans = decode_spans(span_run(0, [0, 8, 16, 20, 24], [(2, 1), (2, 1), (1, 1), (1, 1), (2, 2)]))
+    assert list(order_runs(spans, 1)) == [
+        OrderRun(TokenOrder(2, 1), 0, slice(0, 4)),
+        OrderRun(TokenOrder(1, 1), 16, slice(4, 6)),
+        OrderRun(TokenOrder(2, 2), 24, slice(6, 8)),
+    ]
+    sharded = decode_spans(span_run(0, [0, 32], [(8, 1), (8, 1)], ranks=8))
+    assert list(order_runs(sharded, 8)) == [OrderRun(TokenOrder(8, 1), 0, slice(0, 2))]
+    assert list(order_runs(decode_spans(pb.SpanRun()), 1)) == []
 
 
-@pytest.mark.parametrize("interleave", [1, 2, 4])
-def test_locate_agrees_with_the_shard_geometry(interleave: int) -> None:
-    geometry = ShardGeometry(8, ROWS, interleave)
-    table = RequestTable(8)
-    orders = [(8, interleave)] * 3
-    table.append(decode_spans(span_run(0, [0, 32, 64], orders, ranks=8)))
-    positions = np.arange(96)
-    for mine, theirs in zip(table.locate(positions), geometry.place(positions), strict=True):
-        assert mine.tolist() == theirs.tolist()
-
-
-def test_growth_truncates_then_appends() -> None:
-    table = RequestTable(1)
-    table.append(decode_spans(span_run(0, [0], [(2, 1)])))
-    table.append(decode_spans(span_run(1, [8, 12], [(1, 1), (1, 1)])))
-    before = table.uids
-    table.apply_growth(pb.Growth(spans_kept=2, spans=[span_run(2, [12], [(1, 1)])]))
-    assert table.uids.tolist() == [100, 101, 200, 300]
-    assert table.first_tokens.tolist() == [0, 8, 12]
-    table.apply_growth(pb.Growth(spans_kept=1))
-    assert (table.spans, table.page_count) == (1, 2)
-    assert table.pages["latent"].device.tolist() == [NO_PAGE, 111]
-    assert before.tolist() == [100, 101, 200, 201]
-
-
-def test_residency_changes_only_the_named_rows() -> None:
-    table = RequestTable(1)
-    table.append(decode_spans(span_run(0, [0], [(4, 1)])))
-    before = table.pages["latent"]
+def test_residency_and_hot_pages_become_arrays() -> None:
     rows = pb.Residency(
         page_class="latent",
         page_ordinals=pack_u32([3, 1]),
         device_pages=pack_u32([WIRE_NO_PAGE, 9]),
         host_pages=pack_u32([8, WIRE_NO_PAGE]),
     )
-    table.apply_residency(rows)
-    assert table.pages["latent"].device.tolist() == [NO_PAGE, 9, 112, NO_PAGE]
-    assert table.pages["latent"].host.tolist() == [120, NO_PAGE, 122, 8]
-    assert before.device.tolist() == [NO_PAGE, 111, 112, 113]
+    decoded = decode_residency(rows)
+    assert decoded.page_class == "latent"
+    assert decoded.ordinals.tolist() == [3, 1]
+    assert decoded.column.device.tolist() == [NO_PAGE, 9]
+    assert decoded.column.host.tolist() == [8, NO_PAGE]
+    assert decode_hot(pb.HotPages(pages=pack_u32([4, 5]))).tolist() == [4, 5]
+    rows.host_pages = pack_u32([8])
+    with pytest.raises(InvalidArgument, match="2 pages: 2 device and 1 host"):
+        decode_residency(rows)
 
 
-def test_tables_refuse_what_does_not_fit() -> None:
-    table = RequestTable(1)
-    table.append(decode_spans(span_run(0, [0], [(2, 1)])))
-    with pytest.raises(InvalidArgument, match="starts at 2, the chain has 1"):
-        table.append(decode_spans(span_run(2, [8], [(1, 1)])))
-    with pytest.raises(InvalidArgument, match="5 spans kept of a chain of 1"):
-        table.truncate(5)
-    with pytest.raises(InvalidArgument, match="class 'kv'"):
-        table.apply_residency(pb.Residency(page_class="kv"))
-    with pytest.raises(InvalidArgument, match="page 2 of 2"):
-        table.apply_residency(pb.Residency(page_class="latent", page_ordinals=pack_u32([2])))
-    with pytest.raises(InvalidArgument, match="do not fill 8 ranks"):
-        RequestTable(8).append(decode_spans(span_run(0, [0], [(4, 1)])))
+def test_tables_refuse_arrays_that_disagree() -> None:
+    with pytest.raises(InvalidArgument, match="4 segments does not fill 8 ranks"):
+        list(order_runs(decode_spans(span_run(0, [0], [(4, 1)])), 8))
     short = span_run(0, [0], [(2, 1)])
+    short.segments = pack_u32([3])
+    with pytest.raises(InvalidArgument, match="2 pages for 1 spans"):
+        list(order_runs(decode_spans(short), 1))
     short.segments = pack_u32([2, 2])
     with pytest.raises(InvalidArgument, match="2 segment counts"):
         decode_spans(short)
