@@ -177,7 +177,7 @@ class NotReady(DaemonError):
 
 
 class Suspect(DaemonError):
-    """This engine's stream broke; it must re-attach before it is given anything."""
+    """The engine's stream broke; it must open a new one before it is given anything."""
 
     reason = "SUSPECT"
 

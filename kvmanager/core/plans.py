@@ -238,8 +238,13 @@ def _progressions(source: Rows, target: Rows) -> Iterable[_Progression]:
     which = which.reshape(-1)
     for number, values in enumerate(unique):
         pick = heads[which == number]
+        first, last, step_from, step_to, count = (int(value) for value in values)
         yield _Progression(
-            *(int(value) for value in values),
+            first,
+            last,
+            step_from,
+            step_to,
+            count,
             source.region[pick],
             target.region[pick],
             source.page[pick],
@@ -256,7 +261,7 @@ def _step_breaks(new_pair: npt.NDArray[np.bool_], change: npt.NDArray[np.bool_])
     """
     breaks = np.zeros(len(new_pair), dtype=bool)
     last_start = -1
-    for i in np.flatnonzero(change | new_pair):
+    for i in np.flatnonzero(change | new_pair).tolist():
         if new_pair[i]:
             last_start = i
         elif i != last_start and i + 1 < len(new_pair) and not new_pair[i + 1]:

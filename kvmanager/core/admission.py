@@ -1,0 +1,173 @@
+"""Promises: what a request needs now, what it may need later, and whether every pool can give it.
+
+A promise is a count of slabs, not pages. Each byte is counted once: what is taken leaves the promise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvmanager.core.group import Group
+from kvmanager.core.pool import Pool
+from kvmanager.core.reclaim import clean, idle, reclaimable_slabs
+from kvmanager.core.request import Request
+from kvmanager.core.spans import DEVICE, HOST, CopyState
+from kvmanager.core.spec import ChainSpec
+from kvmanager.core.state import State
+from kvmanager.errors import PoolExhausted
+from kvmanager.geometry import SEQUENTIAL, TokenOrder
+
+
+@dataclass
+class Demand:
+    """Of one pool: pages by class to be taken now, and slabs to be promised."""
+
+    now: dict[str, int] = field(default_factory=dict)
+    later_slabs: int = 0
+
+
+class Demands:
+    """Demands by pool name."""
+
+    def __init__(self) -> None:
+        self.by_pool: dict[str, Demand] = {}
+
+    def of(self, pool: str) -> Demand:
+        """The pool's demand, created empty."""
+        return self.by_pool.setdefault(pool, Demand())
+
+    def add_now(self, pool: str, page_class: str, pages: int) -> None:
+        """Pages to be taken at once."""
+        now = self.of(pool).now
+        now[page_class] = now.get(page_class, 0) + pages
+
+
+def growth_promise(group: Group, chain: ChainSpec, tokens: int) -> dict[str, int]:
+    """Slabs by pool for `tokens` further tokens at the end of a chain, beyond pages held already."""
+    promise: dict[str, int] = {}
+    if tokens <= 0:
+        return promise
+    order = chain.order if group.spec.sparse is None else SEQUENTIAL
+    pages = -(-tokens // chain.span_tokens(order)) * chain.span_pages(order)
+    for page_class in chain.classes:
+        pool = group.pools[page_class.device_pool]
+        wanted = pages
+        if group.spec.sparse is not None and page_class.name == group.spec.sparse.latent_class:
+            # Older pages are released as new ones come: only the tail must be resident.
+            wanted = min(pages, group.spec.sparse.tail_pages + 1)
+            promise[page_class.host_pool] = promise.get(page_class.host_pool, 0) + pages
+        slabs = -(-wanted // pool.per_slab(page_class.name))
+        promise[pool.name] = promise.get(pool.name, 0) + slabs
+    return promise
+
+
+def outstanding_promise(group: Group, request: Request) -> dict[str, int]:
+    """What is still promised to a request: growth, and for sparse groups its hot buffer and missing host copies."""
+    promise: dict[str, int] = {}
+
+    def add(pool: str, slabs: int) -> None:
+        promise[pool] = promise.get(pool, 0) + slabs
+
+    for part in request.chains:
+        for pool, slabs in growth_promise(group, part.chain.spec, request.most_tokens - part.end_token).items():
+            add(pool, slabs)
+        if group.spec.sparse is None:
+            continue
+        c = group.class_index(part.chain, group.spec.sparse.latent_class)
+        rows = np.asarray(part.rows, np.int64)
+        missing = rows[part.chain.table.copies[c, HOST, rows] == CopyState.ABSENT]
+        pages = sum(part.chain.spec.span_pages(part.chain.table.order(int(row))) for row in missing)
+        add(part.chain.spec.classes[c].host_pool, pages)
+        if len(request.hot) == 0:
+            add(part.chain.spec.classes[c].device_pool, group.spec.sparse.hot_slabs)
+    return promise
+
+
+def update_promise(state: State, request: Request) -> None:
+    """Brings the pools' promised counts up to date with what the request holds now."""
+    engine = state.any_engine(request.engine, request.epoch)
+    assert engine is not None
+    group = state.groups[engine.group]
+    for pool, slabs in request.promised.items():
+        group.pools[pool].promised_slabs -= slabs
+    request.promised = outstanding_promise(group, request)
+    for pool, slabs in request.promised.items():
+        group.pools[pool].promised_slabs += slabs
+
+
+def check(state: State, group: Group, demands: Demands) -> None:
+    """Raises PoolExhausted for the first pool that can't give what is asked now and promised later."""
+    for name, demand in demands.by_pool.items():
+        _check_pool(state, group, group.pools[name], demand)
+
+
+def _check_pool(state: State, group: Group, pool: Pool, demand: Demand) -> None:
+    now = pool.slabs_needed(demand.now)
+    needed = now + demand.later_slabs
+    if needed > pool.slabs:
+        raise PoolExhausted(
+            f"pool {pool.name} of {group.spec.name} has {pool.slabs} pages in all, the request needs {needed}: "
+            "make the pool larger or the request shorter",
+            pool=pool.name,
+            needed=needed,
+            free=pool.slabs,
+        )
+    reachable = pool.free_slabs + reclaimable_slabs(group, pool)
+    slack = int((state.limits.overcommit - 1.0) * pool.slabs)
+    if now <= reachable and needed <= reachable - pool.promised_slabs + slack:
+        return
+    free = max(reachable - pool.promised_slabs, 0)
+    if pool.tier == "device":
+        group.deficit_slabs = max(group.deficit_slabs, needed - free)
+    raise PoolExhausted(
+        f"pool {pool.name} of {group.spec.name} needs {needed} pages, {free} are free or reclaimable and not promised",
+        pool=pool.name,
+        needed=needed,
+        free=free,
+        holder=_largest_holder(state, group),
+        retry_after_ns=state.limits.retry_after_ns,
+    )
+
+
+def _largest_holder(state: State, group: Group) -> str:
+    """`engine/request (n spans)` of the request with the most spans in the group."""
+    best, most = "", 0
+    for engine in state.all_engines():
+        if engine.group != group.spec.name:
+            continue
+        for request in engine.requests.values():
+            spans = sum(len(part.rows) for part in request.chains)
+            if spans > most:
+                best, most = f"{engine.name}/{request.request_id} ({spans} spans)", spans
+    return best
+
+
+def span_orders(chain: ChainSpec, start: int, imported_end: int, end: int, *, sparse: bool) -> list[tuple[int, TokenOrder]]:
+    """(first token, order) of the new spans that cover positions [start, end).
+
+    Positions below `imported_end` arrive by hand-off: they keep the source's order where a whole source span
+    starts, and are permuted one page at a time up to there. What the engine writes itself is in its own order.
+    """
+    own = SEQUENTIAL if sparse else chain.order
+    imported = chain.imported_order
+    spans: list[tuple[int, TokenOrder]] = []
+    at = start
+    while at < end:
+        keeps = at < imported_end and at % chain.span_tokens(imported) == 0
+        order = imported if keeps else own
+        spans.append((at, order))
+        at += chain.span_tokens(order)
+    return spans
+
+
+def device_slabs_free(group: Group, pool: Pool) -> int:
+    """Slabs that are free, or hold nothing but clean copies of idle spans (no eviction needed)."""
+    slabs = pool.free_slabs
+    for chain in group.chains:
+        for c, page_class in enumerate(chain.spec.classes):
+            if chain.has_host(c) and chain.pool(c, DEVICE) is pool and pool.per_slab(page_class.name) == 1:
+                rows = np.flatnonzero(idle(chain) & clean(chain, c))
+                slabs += sum(chain.spec.span_pages(chain.table.order(int(row))) for row in rows)
+    return slabs

@@ -1,0 +1,120 @@
+"""Engines come and go: registration, ranks, suspicion, and the end of all their processes."""
+
+from __future__ import annotations
+
+from kvmanager.core.events import AttachRank, DetachRank, EngineGone, RegisterEngine
+from kvmanager.core.fences import apply_entry, reached, resolve_fences
+from kvmanager.core.movement import drop_request
+from kvmanager.core.settle import settle_tail
+from kvmanager.core.state import Engine, FenceEntry, State
+from kvmanager.errors import InvalidArgument, LayoutMismatch, StaleEpoch
+
+
+def register(state: State, event: RegisterEngine) -> Engine:
+    """A new epoch. The old one of that name becomes stale; what it holds waits for the end of its processes."""
+    group = state.groups.get(event.group)
+    if group is None:
+        raise InvalidArgument(f"no group {event.group!r} on this node; it has {sorted(state.groups)}")
+    spec = group.spec
+    if event.ranks != spec.ranks:
+        raise InvalidArgument(f"engine {event.engine!r} has {event.ranks} ranks, group {spec.name!r} has {spec.ranks}")
+    if event.key_tokens != spec.page_rows:
+        raise InvalidArgument(f"keys of {event.key_tokens} tokens; segments of group {spec.name!r} are {spec.page_rows}")
+    ours = tuple(c.layout.fingerprint for chain in spec.chains for c in chain.classes)
+    if event.layout_fingerprints != ours:
+        names = [f"{c.name}={c.layout.fingerprint[:12]}" for chain in spec.chains for c in chain.classes]
+        theirs = [fingerprint[:12] for fingerprint in event.layout_fingerprints]
+        raise LayoutMismatch(
+            f"engine {event.engine!r} describes its pages as {theirs}, group {spec.name!r} ({spec.kv_format.name}) as "
+            f"{names}; start both with the same format and page_rows"
+        )
+    if event.key_bytes not in (16, 32):
+        raise InvalidArgument(f"keys of {event.key_bytes} bytes; 16 and 32 are served")
+    if event.key_bytes != group.key_bytes:
+        if not group.empty:
+            raise InvalidArgument(f"group {spec.name!r} holds keys of {group.key_bytes} bytes, not {event.key_bytes}")
+        group.set_key_bytes(event.key_bytes)
+    _one_engine_a_group(state, event)
+    old = state.engines.pop(event.engine, None)
+    if old is not None:
+        _retire(state, old)
+    engine = Engine(event.engine, state.next_epoch, event.group, state.namespace_id(event.namespace), event.ranks)
+    state.next_epoch += 1
+    state.engines[event.engine] = engine
+    return engine
+
+
+def _one_engine_a_group(state: State, event: RegisterEngine) -> None:
+    for other in state.engines.values():
+        if other.group == event.group and other.name != event.engine:
+            raise InvalidArgument(f"group {event.group!r} is used by engine {other.name!r}; one engine a group")
+
+
+def _retire(state: State, engine: Engine) -> None:
+    engine.suspect = True
+    if engine.attaches or engine.requests:
+        state.retired[(engine.name, engine.epoch)] = engine
+    if not engine.attaches:
+        engine_gone(state, EngineGone(engine.name, engine.epoch))
+
+
+def attach(state: State, event: AttachRank) -> int:
+    """A fresh attach id, and with it a fresh timeline, for a rank's process."""
+    engine = state.engine(event.engine, event.epoch)
+    if not 0 <= event.rank < engine.ranks:
+        raise InvalidArgument(f"rank {event.rank} of engine {event.engine!r}, which has {engine.ranks}")
+    if event.rank in engine.attaches.values():
+        raise InvalidArgument(f"rank {event.rank} of engine {event.engine!r} is attached already")
+    attach_id = state.next_attach
+    state.next_attach += 1
+    engine.attaches[attach_id] = event.rank
+    state.timelines[attach_id] = 0
+    return attach_id
+
+
+def detach(state: State, event: DetachRank) -> None:
+    """The rank can write no more. Its unfinished commits are dropped, its fences count as passed."""
+    for engine in state.all_engines():
+        if event.attach_id in engine.attaches:
+            state.dead_attaches.add(event.attach_id)
+            resolve_fences(state, engine)
+            del engine.attaches[event.attach_id]
+            return
+    raise InvalidArgument(f"no attach id {event.attach_id}")
+
+
+def suspect(state: State, name: str, epoch: int) -> None:
+    """Grants stop; nothing is given back yet, since its kernels may still run."""
+    engine = state.any_engine(name, epoch)
+    if engine is not None:
+        engine.suspect = True
+
+
+def resume(state: State, name: str, epoch: int) -> Engine:
+    """The same epoch opened its stream again."""
+    engine = state.engines.get(name)
+    if engine is None or engine.epoch != epoch:
+        raise StaleEpoch(f"engine {name!r} epoch {epoch} is gone or replaced; register again")
+    engine.suspect = False
+    return engine
+
+
+def engine_gone(state: State, event: EngineGone) -> None:
+    """No process of the engine can touch memory any more: what it held returns; ready spans stay in the cache."""
+    engine = state.any_engine(event.engine, event.epoch)
+    if engine is None:
+        return
+    for attach_id in list(engine.attaches):
+        state.dead_attaches.add(attach_id)
+    engine.attaches.clear()
+    while engine.fences:
+        entry = engine.fences.popleft()
+        apply_entry(state, engine, entry, keep_commits=reached(state, entry))
+    apply_entry(state, engine, engine.covered, keep_commits=False)
+    engine.covered = FenceEntry({})
+    for request in list(engine.requests.values()):
+        settle_tail(state, request)
+        drop_request(state, request)
+    if state.engines.get(event.engine) is engine:
+        del state.engines[event.engine]
+    state.retired.pop((event.engine, event.epoch), None)

@@ -1,0 +1,41 @@
+"""Timelines and fences: what an engine said is believed, and what it gave up is reused, only when its work is done."""
+
+from __future__ import annotations
+
+from kvmanager.core.admission import update_promise
+from kvmanager.core.movement import drop_request
+from kvmanager.core.settle import publish, settle_tail
+from kvmanager.core.state import Engine, FenceEntry, State
+
+
+def resolve_fences(state: State, engine: Engine) -> None:
+    """Applies every leading entry whose fence has passed. Values rise, so the head decides."""
+    while engine.fences and state.fence_passed(engine.fences[0].fence):
+        entry = engine.fences.popleft()
+        apply_entry(state, engine, entry, keep_commits=reached(state, entry))
+
+
+def reached(state: State, entry: FenceEntry) -> bool:
+    """Every word reached its value; a dead rank's entry may pass without that."""
+    return all(state.timelines.get(attach, 0) >= value for attach, value in entry.fence.items())
+
+
+def apply_entry(state: State, engine: Engine, entry: FenceEntry, *, keep_commits: bool) -> None:
+    """Publishes commits (if they are known to be written), then closes, unpins and frees."""
+    group = state.groups[engine.group]
+    for request_id, tokens in entry.commits:
+        request = engine.requests.get(request_id)
+        if request is not None and keep_commits:
+            request.fenced_tokens = max(request.fenced_tokens, tokens)
+            publish(state, request)
+            update_promise(state, request)
+    for request_id in entry.closes:
+        request = engine.requests.get(request_id)
+        if request is not None:
+            settle_tail(state, request)
+            drop_request(state, request)
+    for chain_number, rows in entry.unpins:
+        group.chains[chain_number].unpin(rows)
+    for pool, page_class, pages in entry.frees:
+        group.pools[pool].give(page_class, pages)
+    group.host_blocked = False

@@ -1,0 +1,128 @@
+"""A shard group at run time: its pools, and for each chain its spans and their index."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from kvmanager.allocators.fixed import PageArray
+from kvmanager.core.eviction import Policy, leaf_first_lru
+from kvmanager.core.pool import PageState, Pool
+from kvmanager.core.prefix import PrefixIndex
+from kvmanager.core.spans import DEVICE, HOST, CopyState, SpanTable
+from kvmanager.core.spec import ChainSpec, GroupSpec, PageClass
+
+
+class Chain:
+    """Spans of one KV group, and the pools that their pages come from.
+
+    `key_bytes` is fixed by the first namespace that registers; until then the index is empty.
+    """
+
+    def __init__(self, spec: ChainSpec, pools: dict[str, Pool], key_bytes: int) -> None:
+        self.spec = spec
+        self.table = SpanTable(len(spec.classes), spec.widest)
+        self.index = PrefixIndex(self.table, key_bytes)
+        self._pools = pools
+
+    def pool(self, page_class: int, tier: int) -> Pool:
+        """The pool of a class in a tier."""
+        c = self.spec.classes[page_class]
+        return self._pools[c.device_pool if tier == DEVICE else c.host_pool]
+
+    def has_host(self, page_class: int) -> bool:
+        """Whether pages of the class can leave the device."""
+        return bool(self.spec.classes[page_class].host_pool)
+
+    def page_class(self, page_class: int) -> PageClass:
+        """The class's description."""
+        return self.spec.classes[page_class]
+
+    def set_state(self, page_class: int, tier: int, row: int, copy: CopyState, page: PageState) -> None:
+        """Moves a present copy and its pages to a new state together."""
+        assert self.table.copies[page_class, tier, row] != CopyState.ABSENT
+        self.table.copies[page_class, tier, row] = copy
+        self.pool(page_class, tier).settle(
+            self.spec.classes[page_class].name, self.table.page_list(page_class, tier, row), page
+        )
+
+    def put(self, page_class: int, tier: int, row: int, pages: PageArray) -> None:
+        """Attaches taken pages as a copy that is being filled."""
+        self.table.put(page_class, tier, row, pages, CopyState.FILLING)
+        self.pool(page_class, tier).settle(self.spec.classes[page_class].name, pages, PageState.FILLING)
+
+    def free_copy(self, page_class: int, tier: int, row: int) -> None:
+        """Drops a copy and frees its pages at once: nobody may be using them."""
+        pages = self.table.drop(page_class, tier, row)
+        self.pool(page_class, tier).give(self.spec.classes[page_class].name, pages)
+
+    def free_span(self, row: int) -> None:
+        """Frees every copy of an unpublished span nobody holds, and forgets it."""
+        for page_class in range(len(self.spec.classes)):
+            for tier in (DEVICE, HOST):
+                if self.table.copies[page_class, tier, row] != CopyState.ABSENT:
+                    self.free_copy(page_class, tier, row)
+        self.table.remove(row)
+
+    def release_if_unused(self, row: int) -> None:
+        """Frees a span that left the index once no pin and no plan holds it."""
+        table = self.table
+        if table.live[row] and not table.published[row] and table.pins[row] == 0 and table.busy[row] == 0:
+            self.free_span(row)
+
+    def unpin(self, rows: list[int]) -> None:
+        """Takes one pin from each row and frees those that nothing keeps."""
+        self.table.unpin(rows)
+        for row in rows:
+            self.release_if_unused(row)
+
+    def device_ready(self, row: int) -> bool:
+        """Every class has a complete device copy."""
+        return bool((self.table.copies[:, DEVICE, row] == CopyState.READY).all())
+
+
+class Group:
+    """The memory of one engine's ranks.
+
+    `writeback`: (chain, span row) of spans whose host copy is wanted, oldest first; entries may be out of date.
+    `host_blocked`: the host pool had no room; write-back waits until something was freed.
+    `deficit_slabs`: device slabs that a refused request lacked; running sparse requests release towards it.
+    """
+
+    def __init__(self, spec: GroupSpec, policy: Policy = leaf_first_lru) -> None:
+        self.spec = spec
+        self.policy = policy
+        self.pools = {
+            p.name: Pool(p.name, p.tier, p.ranks, p.slabs, dict(p.per_slab), p.slab_bytes) for p in spec.pools
+        }
+        self.key_bytes = 0
+        self.chains: list[Chain] = []
+        self.writeback: deque[tuple[int, int]] = deque()
+        self.host_blocked = False
+        self.deficit_slabs = 0
+        self.set_key_bytes(16)
+
+    def set_key_bytes(self, key_bytes: int) -> None:
+        """Fixes the key width while the group is empty; another width later is refused by the caller."""
+        assert all(not chain.table.live.any() for chain in self.chains)
+        self.key_bytes = key_bytes
+        self.chains = [Chain(spec, self.pools, key_bytes) for spec in self.spec.chains]
+
+    @property
+    def empty(self) -> bool:
+        """No span is known."""
+        return not any(chain.table.live.any() for chain in self.chains)
+
+    def class_index(self, chain: Chain, name: str) -> int:
+        """Position of a page class in its chain."""
+        return next(i for i, c in enumerate(chain.spec.classes) if c.name == name)
+
+    def generations(self, chain: Chain, rows: list[int]) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+        """Generations of the device pages of the rows, class by class, in table order; uint32."""
+        parts = [
+            chain.pool(c, DEVICE).spaces[chain.spec.classes[c].name].generation[chain.table.page_list(c, DEVICE, row)]
+            for c in range(len(chain.spec.classes))
+            for row in rows
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, np.uint32)

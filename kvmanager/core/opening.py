@@ -1,0 +1,372 @@
+"""Opening a request: match, admit over all pools, take pages, start what must arrive first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvmanager.core.admission import Demands, check, device_slabs_free, growth_promise, span_orders, update_promise
+from kvmanager.core.events import AbandonTicket, Open, Opened, PullTarget, StartPull
+from kvmanager.core.group import Chain, Group
+from kvmanager.core.movement import copy_on_write, drop_request, onboard, onboard_in_flight, opened, span_rows
+from kvmanager.core.plans import Rows
+from kvmanager.core.prefix import Match
+from kvmanager.core.request import Phase, Request, RequestChain
+from kvmanager.core.residency import first_resident, take_hot
+from kvmanager.core.spans import DEVICE, HOST, NO_SPAN, CopyState
+from kvmanager.core.state import Engine, PullJob, State, concat
+from kvmanager.errors import CapacityError, InvalidArgument, PoolExhausted
+from kvmanager.geometry import TokenOrder
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a request will consist of in one chain: what was found, and the spans to be added."""
+
+    match: Match
+    new: list[tuple[int, TokenOrder]]
+
+
+def open_request(state: State, engine: Engine, event: Open) -> Opened:
+    """Admits a request or refuses it; a refusal leaves nothing behind."""
+    group = state.groups[engine.group]
+    _validate(state, engine, group, event)
+    state.counters["request"] += 1
+    shapes = _shapes(group, event, engine.namespace)
+    request = _register(state, engine, group, event, shapes)
+    try:
+        check(state, group, _demands(group, request, shapes))
+        _take_pages(state, group, request, shapes)
+    except CapacityError:
+        drop_request(state, request)
+        state.counters["refusal"] += 1
+        raise
+    _reuse(state, group, request, shapes)
+    _count_hit(state, event, request, shapes)
+    if event.ticket is not None:
+        _start_pull(state, engine, event)
+    update_promise(state, request)
+    if request.waiting_on:
+        request.phase = Phase.WAITING
+        return Opened(request.request_id, "waiting", request.cached_tokens)
+    return opened(request, "runnable")
+
+
+def _validate(state: State, engine: Engine, group: Group, event: Open) -> None:
+    if event.request_id in engine.requests:
+        raise InvalidArgument(f"request {event.request_id} is open already; choose another id")
+    if event.prompt_tokens < 1:
+        raise InvalidArgument("prompt_tokens must be at least 1")
+    if not 0 <= event.growth_tokens <= state.limits.growth_cap_tokens:
+        raise InvalidArgument(
+            f"growth_tokens {event.growth_tokens} outside 0..{state.limits.growth_cap_tokens} (admission.growth_cap_tokens)"
+        )
+    wanted = event.prompt_tokens // group.spec.page_rows * group.key_bytes
+    if len(event.keys) != wanted:
+        raise InvalidArgument(
+            f"{len(event.keys)} key bytes for {event.prompt_tokens} tokens; one {group.key_bytes}-byte key for each "
+            f"whole segment of {group.spec.page_rows} tokens makes {wanted}"
+        )
+    if event.ticket is not None and len(group.chains) > 1:
+        raise InvalidArgument(f"group {group.spec.name} has {len(group.chains)} chains; a hand-off serves groups of one")
+    if event.ticket is not None and not 1 <= event.ticket.committed_tokens <= event.prompt_tokens:
+        raise InvalidArgument(
+            f"the ticket covers {event.ticket.committed_tokens} tokens of a prompt of {event.prompt_tokens}"
+        )
+
+
+def _shapes(group: Group, event: Open, namespace: int) -> list[_Shape]:
+    """The longest prefix that every chain has, and the spans to add after it."""
+    imported = event.ticket.committed_tokens if event.ticket else 0
+    rows = group.spec.page_rows
+    # At least the last token is computed, unless it arrives by hand-off.
+    limit = max(imported, event.prompt_tokens - 1) // rows
+    sparse = group.spec.sparse is not None
+    for chain in group.chains:
+        found = chain.index.match(event.keys, limit, namespace)
+        limit = found.segments + (0 if sparse or imported else found.donor_segments)
+    shapes = []
+    for chain in group.chains:
+        match = chain.index.match(event.keys, limit, namespace)
+        if sparse or imported:
+            match = Match(match.spans, match.segments)
+        start = match.segments * rows
+        new = span_orders(chain.spec, start, imported, event.prompt_tokens, sparse=sparse)
+        shapes.append(_Shape(match, new))
+    return shapes
+
+
+def _register(state: State, engine: Engine, group: Group, event: Open, shapes: list[_Shape]) -> Request:
+    """The request with its found spans pinned, so that nothing done for it can evict them."""
+    parts = []
+    donors = []
+    for number, (chain, shape) in enumerate(zip(group.chains, shapes, strict=True)):
+        rows = list(shape.match.spans)
+        chain.table.pin(rows)
+        chain.index.touch(rows, state.now)
+        if shape.match.donor != NO_SPAN:
+            chain.table.pin([shape.match.donor])
+            chain.index.touch([shape.match.donor], state.now)
+            donors.append((number, shape.match.donor))
+        anchor = rows[-1] if rows else NO_SPAN
+        parts.append(RequestChain(chain, rows, len(rows), [], anchor, len(rows)))
+    first = shapes[0].match
+    request = Request(
+        engine.name,
+        engine.epoch,
+        engine.namespace,
+        event.request_id,
+        event.prompt_tokens,
+        event.growth_tokens,
+        event.session_id,
+        bytearray(event.keys),
+        parts,
+        capacity_tokens=event.prompt_tokens,
+        cached_tokens=(first.segments + first.donor_segments) * group.spec.page_rows,
+        donors=donors,
+    )
+    request.committed_tokens = request.fenced_tokens = request.cached_tokens
+    engine.requests[event.request_id] = request
+    return request
+
+
+def _demands(group: Group, request: Request, shapes: list[_Shape]) -> Demands:
+    demands = Demands()
+    for chain, shape in zip(group.chains, shapes, strict=True):
+        pages = sum(chain.spec.span_pages(order) for _, order in shape.new)
+        end = _end_token(chain, shape, request)
+        for c, page_class in enumerate(chain.spec.classes):
+            if group.spec.sparse is not None and page_class.name == group.spec.sparse.latent_class:
+                _demand_latents(group, chain, shape, request, demands)
+                continue
+            missing = sum(
+                chain.spec.span_pages(chain.table.order(row))
+                for row in shape.match.spans
+                if chain.table.copies[c, DEVICE, row] == CopyState.ABSENT
+            )
+            demands.add_now(page_class.device_pool, page_class.name, pages + missing)
+        for pool, slabs in growth_promise(group, chain.spec, request.most_tokens - end).items():
+            demands.of(pool).later_slabs += slabs
+    return demands
+
+
+def _end_token(chain: Chain, shape: _Shape, request: Request) -> int:
+    if not shape.new:
+        return shape.match.segments * chain.spec.page_rows
+    first, order = shape.new[-1]
+    return first + chain.spec.span_tokens(order)
+
+
+def _demand_latents(group: Group, chain: Chain, shape: _Shape, request: Request, demands: Demands) -> None:
+    """Sparse groups: the tail and a hot buffer in HBM, and a host page for every latent page that has none."""
+    sparse = group.spec.sparse
+    assert sparse is not None
+    c = group.class_index(chain, sparse.latent_class)
+    page_class = chain.spec.classes[c]
+    tail = _tail_start(group, chain, shape, request)
+    resident = sum(chain.spec.span_pages(order) for _, order in shape.new[tail:])
+    demands.add_now(page_class.device_pool, page_class.name, resident)
+    demands.of(page_class.device_pool).later_slabs += sparse.hot_slabs
+    host = sum(chain.spec.span_pages(order) for _, order in shape.new)
+    host += sum(
+        chain.spec.span_pages(chain.table.order(row))
+        for row in shape.match.spans
+        if chain.table.copies[c, HOST, row] == CopyState.ABSENT
+    )
+    demands.of(page_class.host_pool).later_slabs += host
+
+
+def _tail_start(group: Group, chain: Chain, shape: _Shape, request: Request) -> int:
+    """First of the new spans that must be resident."""
+    ends = [first + chain.spec.span_tokens(order) for first, order in shape.new]
+    widths = [chain.spec.span_pages(order) for _, order in shape.new]
+    assert group.spec.sparse is not None
+    return first_resident(ends, widths, request.prompt_tokens, group.spec.sparse.tail_pages)
+
+
+def _take_pages(state: State, group: Group, request: Request, shapes: list[_Shape]) -> None:
+    for part, shape in zip(request.chains, shapes, strict=True):
+        for first, order in shape.new:
+            row = part.chain.table.add(first, order, state.now, request.namespace)
+            part.chain.table.pin([row])
+            part.rows.append(row)
+        for c in range(len(part.chain.spec.classes)):
+            _take_class(state, group, request, part, c)
+
+
+def _take_class(state: State, group: Group, request: Request, part: RequestChain, page_class: int) -> None:
+    """Device pages for the new spans of one class; latent pages of a sparse group partly on the host."""
+    chain, name = part.chain, part.chain.spec.classes[page_class].name
+    new = part.rows[part.shared :]
+    host_rows: list[int] = []
+    if group.spec.sparse is not None and name == group.spec.sparse.latent_class:
+        host_rows = _host_placed(group, request, part, page_class)
+    placed = [(DEVICE, [row for row in new if row not in set(host_rows)]), (HOST, host_rows)]
+    for tier, rows in placed:
+        if not rows:
+            continue
+        widths = [chain.spec.span_pages(chain.table.order(row)) for row in rows]
+        pool = chain.pool(page_class, tier)
+        pages = state.reclaimers[group.spec.name].take(pool, name, sum(widths))
+        if pages is None:
+            raise PoolExhausted(
+                f"pool {pool.name}: {sum(widths)} pages of class {name} don't fit",
+                pool=pool.name,
+                needed=sum(widths),
+                free=pool.free_slabs,
+                retry_after_ns=state.limits.retry_after_ns,
+            )
+        for row, some in zip(rows, np.split(pages, np.cumsum(widths)[:-1]), strict=True):
+            chain.put(page_class, tier, row, some)
+    reads_host = host_rows or any(
+        chain.table.copies[page_class, DEVICE, row] == CopyState.ABSENT for row in part.rows[: part.shared]
+    )
+    if group.spec.sparse is not None and name == group.spec.sparse.latent_class and reads_host:
+        take_hot(state, group, request)
+
+
+def _host_placed(group: Group, request: Request, part: RequestChain, page_class: int) -> list[int]:
+    """New spans whose latent pages arrive on the host: what HBM can't hold, tail and hot buffer set aside.
+
+    Heads stay resident: they survive longest, since release goes from the tail.
+    """
+    sparse = group.spec.sparse
+    assert sparse is not None
+    chain = part.chain
+    new = part.rows[part.shared :]
+    widths = [chain.spec.span_pages(chain.table.order(row)) for row in new]
+    ends = [int(chain.table.first_token[row]) + chain.spec.span_tokens(chain.table.order(row)) for row in new]
+    tail = first_resident(ends, widths, request.prompt_tokens, sparse.tail_pages)
+    pool = chain.pool(page_class, DEVICE)
+    indexers = {c.name: sum(widths) for c in chain.spec.classes if c.name != sparse.latent_class}
+    others = sum(growth_promise(group, chain.spec, request.most_tokens - part.end_token).get(p, 0) for p in (pool.name,))
+    room = device_slabs_free(group, pool) - pool.promised_slabs - pool.slabs_needed(indexers) - sparse.hot_slabs - others
+    room -= sum(widths[tail:])
+    placed = []
+    for row, width in zip(new[:tail], widths[:tail], strict=True):
+        if width <= room:
+            room -= width
+        else:
+            placed.append(row)
+            room = 0
+    return placed
+
+
+def _reuse(state: State, group: Group, request: Request, shapes: list[_Shape]) -> None:
+    """Brings what was found onto the device, copies donors, and starts a hand-off."""
+    for number, (part, shape) in enumerate(zip(request.chains, shapes, strict=True)):
+        if group.spec.sparse is None:
+            _onboard_missing(state, group, request, number)
+        if shape.match.donor != NO_SPAN:
+            tokens = shape.match.donor_segments * group.spec.page_rows
+            _use_donor(state, group, request, number, shape.match.donor, part.rows[part.shared], tokens)
+
+
+def _onboard_missing(state: State, group: Group, request: Request, number: int) -> None:
+    part = request.chains[number]
+    chain = part.chain
+    who = (request.engine, request.epoch, request.request_id)
+    for c in range(len(chain.spec.classes)):
+        absent = []
+        for row in part.rows[: part.shared]:
+            copy = chain.table.copies[c, DEVICE, row]
+            if copy == CopyState.ABSENT:
+                absent.append(row)
+            elif copy == CopyState.FILLING:
+                under_way = onboard_in_flight(state, group, number, row)
+                assert under_way is not None, "a published span is being filled by nobody"
+                under_way[1].waiters.append(who)
+                request.waiting_on.add(under_way[0])
+        if not absent:
+            continue
+        widths = [chain.spec.span_pages(chain.table.order(row)) for row in absent]
+        name = chain.spec.classes[c].name
+        pages = state.reclaimers[group.spec.name].take(chain.pool(c, DEVICE), name, sum(widths))
+        assert pages is not None, "admission counted these pages"
+        for row, some in zip(absent, np.split(pages, np.cumsum(widths)[:-1]), strict=True):
+            chain.put(c, DEVICE, row, some)
+        job = onboard(state, group, number, c, [(row, row) for row in absent])
+        job.waiters.append(who)
+        request.waiting_on.add(state.next_plan - 1)
+
+
+def _use_donor(
+    state: State, group: Group, request: Request, number: int, donor: int, row: int, tokens: int
+) -> None:
+    """Copy-on-write from a device donor by the worker; from a host donor the page is onboarded into the new span."""
+    chain = group.chains[number]
+    on_device = all(
+        chain.table.copies[c, DEVICE, donor] != CopyState.ABSENT
+        and onboard_in_flight(state, group, number, donor) is None
+        for c in range(len(chain.spec.classes))
+    )
+    if on_device:
+        request.worker_plans = (*request.worker_plans, copy_on_write(state, chain, donor, row, tokens))
+        return
+    for c in range(len(chain.spec.classes)):
+        job = onboard(state, group, number, c, [(donor, row)])
+        job.waiters.append((request.engine, request.epoch, request.request_id))
+        request.waiting_on.add(state.next_plan - 1)
+
+
+def _count_hit(state: State, event: Open, request: Request, shapes: list[_Shape]) -> None:
+    state.counters["prompt_tokens"] += event.prompt_tokens
+    if request.cached_tokens:
+        state.counters["prefix_hit"] += 1
+        state.counters["prefix_hit_tokens"] += request.cached_tokens
+    if any(shape.match.donor != NO_SPAN for shape in shapes):
+        state.counters["partial_span_reuse"] += 1
+
+
+def _start_pull(state: State, engine: Engine, event: Open) -> None:
+    """Fetches what a ticket covers and is not here already, skipped by position."""
+    assert event.ticket is not None
+    group = state.groups[engine.group]
+    request = engine.requests[event.request_id]
+    request.cached_tokens = max(request.cached_tokens, event.ticket.committed_tokens)
+    part = request.chains[0]
+    rows = part.rows[part.shared :]
+    start = int(part.chain.table.first_token[rows[0]]) if rows else event.prompt_tokens
+    if start >= event.ticket.committed_tokens:
+        state.effects.append(AbandonTicket(event.ticket))
+        return
+    targets = _pull_targets(part, rows, event.ticket.committed_tokens)
+    plan_id = state.new_plan_id()
+    part.chain.table.busy[np.asarray(rows, np.int64)] += 1
+    who = (engine.name, engine.epoch, request.request_id)
+    state.jobs[plan_id] = PullJob(group.spec.name, 0, rows, who, event.ticket)
+    request.waiting_on.add(plan_id)
+    state.effects.append(
+        StartPull(
+            plan_id,
+            group.spec.name,
+            part.chain.spec.name,
+            event.ticket,
+            start,
+            targets,
+            state.limits.pull_deadline_ns,
+        )
+    )
+
+
+def _pull_targets(part: RequestChain, rows: list[int], end: int) -> tuple[PullTarget, ...]:
+    chain, table = part.chain, part.chain.table
+    targets = []
+    for c, page_class in enumerate(chain.spec.classes):
+        for tier in (DEVICE, HOST):
+            there = [row for row in rows if table.copies[c, tier, row] == CopyState.FILLING]
+            if not there:
+                continue
+            counts = [min(chain.spec.span_tokens(table.order(row)), end - int(table.first_token[row])) for row in there]
+            pieces = [(row, count) for row, count in zip(there, counts, strict=True) if count > 0]
+            places = [span_rows(chain, c, tier, row, count) for row, count in pieces]
+            positions = [np.arange(count, dtype=np.int64) + table.first_token[row] for row, count in pieces]
+            if places:
+                merged = Rows(
+                    np.concatenate([p.region for p in places]),
+                    np.concatenate([p.page for p in places]),
+                    np.concatenate([p.slot for p in places]),
+                )
+                targets.append(PullTarget(page_class.name, concat(positions), merged))
+    return tuple(targets)

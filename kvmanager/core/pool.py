@@ -1,0 +1,165 @@
+"""Pools of pages and the account of every byte in them.
+
+A page is always in exactly one state; the six states sum to the pool's capacity at every event:
+
+    free -> reserved -> filling -> ready -> free
+                \\________ draining / quarantined ________/
+
+reserved: taken, nobody writes yet. filling: an engine or a copy may write. ready: holds committed
+content. draining: given up, but work issued earlier may still touch it. quarantined: a copy of unknown
+fate may still touch it. Pins, copies in flight and clean or dirty are overlays kept by span
+(`core.spans`), not states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmanager.allocators.fixed import PageArray
+from kvmanager.allocators.slabs import Slabs
+
+
+class PageState(IntEnum):
+    """Exclusive states of a page."""
+
+    FREE = 0
+    RESERVED = 1
+    FILLING = 2
+    READY = 3
+    DRAINING = 4
+    QUARANTINED = 5
+
+
+STATES = len(PageState)
+
+
+@dataclass
+class PageSpace:
+    """Per-page arrays of one class: state uint8, generation uint32 (how often the page was taken).
+
+    `units`: how many of the pool's accounting units one page takes.
+    """
+
+    name: str
+    pages: int
+    units: int
+    state: npt.NDArray[np.uint8] = field(init=False)
+    generation: npt.NDArray[np.uint32] = field(init=False)
+    counts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.state = np.zeros(self.pages, np.uint8)
+        self.generation = np.zeros(self.pages, np.uint32)
+        self.counts = [0] * STATES
+        self.counts[PageState.FREE] = self.pages
+
+    def move(self, pages: PageArray, source: PageState, target: PageState) -> None:
+        """Moves distinct pages from one state to another; any page elsewhere is our own bug."""
+        if len(pages) == 0:
+            return
+        wrong = self.state[pages] != source
+        assert not wrong.any(), (
+            f"{self.name}: page {int(pages[np.argmax(wrong)])} is {PageState(int(self.state[pages][np.argmax(wrong)])).name}, "
+            f"not {source.name}"
+        )
+        self.state[pages] = target
+        assert int((self.state[pages] == target).sum()) == len(pages)
+        self.counts[source] -= len(pages)
+        self.counts[target] += len(pages)
+
+
+class Pool:
+    """Pages of one or several classes over `ranks` equal regions, one page index meaning all ranks.
+
+    `unit_bytes`: bytes of one accounting unit on one rank (the finest page class). `promised_slabs`: promised to
+    admitted requests and not taken yet (an overlay).
+    """
+
+    def __init__(
+        self, name: str, tier: str, ranks: int, slabs: int, per_slab: Mapping[str, int], slab_bytes: int
+    ) -> None:
+        self.name = name
+        self.tier = tier
+        self.ranks = ranks
+        self._slabs = Slabs(slabs, per_slab)
+        finest = max(per_slab.values())
+        assert all(finest % count == 0 for count in per_slab.values()), "page classes must nest"
+        assert slab_bytes % finest == 0
+        self.unit_bytes = slab_bytes // finest
+        self.units_per_slab = finest
+        self.capacity_units = slabs * finest
+        self.spaces = {c: PageSpace(f"{name}/{c}", slabs * n, finest // n) for c, n in per_slab.items()}
+        self.promised_slabs = 0
+
+    def take(self, page_class: str, count: int) -> PageArray | None:
+        """`count` pages, reserved, with a new generation each; None when they don't fit."""
+        pages = self._slabs.take(page_class, count)
+        if pages is None:
+            return None
+        space = self.spaces[page_class]
+        space.move(pages, PageState.FREE, PageState.RESERVED)
+        space.generation[pages] += 1
+        return pages
+
+    def give(self, page_class: str, pages: PageArray) -> None:
+        """Frees pages whatever their state was; freeing a free page is our own bug."""
+        space = self.spaces[page_class]
+        for state in range(1, STATES):
+            chosen = pages[space.state[pages] == state]
+            space.move(chosen, PageState(state), PageState.FREE)
+        self._slabs.give(page_class, pages)
+
+    def settle(self, page_class: str, pages: PageArray, target: PageState) -> None:
+        """Moves pages to `target` from whatever non-free state they are in."""
+        space = self.spaces[page_class]
+        assert not (space.state[pages] == PageState.FREE).any(), f"{space.name}: a free page can't become {target.name}"
+        for state in range(1, STATES):
+            if state != target:
+                space.move(pages[space.state[pages] == state], PageState(state), target)
+
+    @property
+    def slabs(self) -> int:
+        """Slabs (pages, in a pool of one class) in all."""
+        return self._slabs.slabs
+
+    @property
+    def free_slabs(self) -> int:
+        """Slabs owned by no class."""
+        return self._slabs.free_slabs
+
+    def slabs_needed(self, pages: Mapping[str, int]) -> int:
+        """Free slabs that taking these pages would consume."""
+        return self._slabs.slabs_needed(pages)
+
+    def per_slab(self, page_class: str) -> int:
+        """Pages of the class in one slab."""
+        return self._slabs.per_slab[page_class]
+
+    def used_in_slabs(self, page_class: str) -> npt.NDArray[np.int32]:
+        """Pages of the class taken in each slab, int32[slabs]."""
+        return self._slabs.used_in_slabs(page_class)
+
+    def units(self, state: PageState) -> int:
+        """Units in a state; FREE is what no page of any class holds."""
+        if state is PageState.FREE:
+            return self.capacity_units - sum(self.units(s) for s in PageState if s is not PageState.FREE)
+        return sum(space.counts[state] * space.units for space in self.spaces.values())
+
+    def account(self) -> dict[PageState, int]:
+        """Bytes by state over all ranks."""
+        return {state: self.units(state) * self.unit_bytes * self.ranks for state in PageState}
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes over all ranks."""
+        return self.capacity_units * self.unit_bytes * self.ranks
+
+    def unit_states(self) -> Iterator[tuple[str, npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+        """(class, state, slab owner) arrays for the map, one entry a page and a slab."""
+        for name, space in self.spaces.items():
+            yield name, space.state, self._slabs.owner

@@ -1,0 +1,117 @@
+"""A request: its spans, its promise, and how far its content is written, committed and fenced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from kvmanager.core.events import SpanRunTable
+from kvmanager.core.group import Chain
+from kvmanager.core.plans import CopyPlan
+from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
+from kvmanager.geometry import Int64Array
+
+
+class Phase(Enum):
+    """Life of a request after admission."""
+
+    WAITING = "waiting"  # bytes are on their way into its pages
+    RUNNING = "running"
+    CLOSING = "closing"  # closed by its engine; work issued before may still touch its pages
+
+
+@dataclass
+class RequestChain:
+    """The request's spans in one chain.
+
+    rows: spans in token order, one pin each. shared: leading rows that came from the index.
+    anchors: canonical rows that stand for private duplicates, one pin each.
+    anchor: canonical predecessor of the next span to publish. settled: leading rows that are full and dealt with.
+    """
+
+    chain: Chain
+    rows: list[int] = field(default_factory=list)
+    shared: int = 0
+    anchors: list[int] = field(default_factory=list)
+    anchor: int = NO_SPAN
+    settled: int = 0
+
+    @property
+    def end_token(self) -> int:
+        """Positions [0, end) have pages."""
+        if not self.rows:
+            return 0
+        last = self.rows[-1]
+        return int(self.chain.table.first_token[last]) + self.chain.spec.span_tokens(self.chain.table.order(last))
+
+    def first_page(self, ordinal: int) -> int:
+        """Page ordinal, within the request, of the first page of its `ordinal`-th span."""
+        spec, table = self.chain.spec, self.chain.table
+        return sum(spec.span_pages(table.order(row)) for row in self.rows[:ordinal])
+
+    def table_from(self, first: int) -> SpanRunTable:
+        """The spans from ordinal `first` on, as the worker needs them; host pages only where the copy has landed."""
+        spec, table = self.chain.spec, self.chain.table
+        rows = self.rows[first:]
+        index = np.asarray(rows, np.int64)
+        widths = [spec.span_pages(table.order(row)) for row in rows]
+        keep = np.arange(table.widest) < np.asarray(widths, np.int64).reshape(-1, 1)
+        pages: dict[str, tuple[Int64Array, Int64Array]] = {}
+        for c, page_class in enumerate(spec.classes):
+            device = table.pages[c, DEVICE, index]
+            landed = (table.copies[c, HOST, index] == CopyState.READY).reshape(-1, 1)
+            host = np.where(landed, table.pages[c, HOST, index], NO_PAGE)
+            pages[page_class.name] = (device[keep], host[keep])
+        return SpanRunTable(
+            spec.name,
+            first,
+            table.first_token[index],
+            table.segments[index],
+            table.interleave[index],
+            table.uids[index][keep],
+            pages,
+        )
+
+
+@dataclass
+class Request:
+    """An admitted request of one engine.
+
+    capacity_tokens: positions with pages as asked. committed_tokens: said to be final by the engine.
+    fenced_tokens: committed and known to be written. cached_tokens: found, not computed.
+    promised: pool -> slabs promised and not taken. waiting_on: plan ids. dirty: (chain, ordinal) of spans
+    whose residency the worker has not been told. hot: hot-buffer pages. worker_plans: copies the worker runs before
+    its first write. donors: (chain, row) that they read, one pin each until the first commit's fence.
+    """
+
+    engine: str
+    epoch: int
+    namespace: int
+    request_id: int
+    prompt_tokens: int
+    growth_tokens: int
+    session_id: str
+    keys: bytearray
+    chains: list[RequestChain]
+    phase: Phase = Phase.RUNNING
+    capacity_tokens: int = 0
+    committed_tokens: int = 0
+    fenced_tokens: int = 0
+    cached_tokens: int = 0
+    promised: dict[str, int] = field(default_factory=dict)
+    waiting_on: set[int] = field(default_factory=set)
+    dirty: set[tuple[int, int]] = field(default_factory=set)
+    hot: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    worker_plans: tuple[CopyPlan, ...] = ()
+    donors: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and declared growth."""
+        return self.prompt_tokens + self.growth_tokens
+
+    def tables(self) -> tuple[SpanRunTable, ...]:
+        """Complete tables of all chains."""
+        return tuple(chain.table_from(0) for chain in self.chains)

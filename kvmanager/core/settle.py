@@ -1,0 +1,89 @@
+"""Publication: fenced segments become findable, full spans become ready and are queued for write-back."""
+
+from __future__ import annotations
+
+from kvmanager.core.pool import PageState
+from kvmanager.core.request import Request, RequestChain
+from kvmanager.core.spans import DEVICE, NO_SPAN, CopyState
+from kvmanager.core.state import State
+
+
+def publish(state: State, request: Request) -> None:
+    """Publishes what is fenced of a request, span by span in token order."""
+    engine = state.any_engine(request.engine, request.epoch)
+    assert engine is not None
+    group = state.groups[engine.group]
+    for number, part in enumerate(request.chains):
+        while part.settled < len(part.rows) and _advance(state, request, part):
+            row = part.rows[part.settled]
+            part.settled += 1
+            _settle_full(part, row)
+            group.writeback.append((number, row))
+        # Whole paths are touched together, so that a parent is never older than its child.
+        part.chain.index.touch([*part.rows[: part.settled + 1], *part.anchors], state.now)
+
+
+def _advance(state: State, request: Request, part: RequestChain) -> bool:
+    """Brings the next unsettled span up to date; True when it is full."""
+    chain, table = part.chain, part.chain.table
+    width = chain.index.key_bytes
+    row = part.rows[part.settled]
+    first = int(table.first_token[row]) // chain.spec.page_rows
+    fenced = request.fenced_tokens // chain.spec.page_rows
+    segments = int(table.segments[row])
+    valid = min(fenced - first, len(request.keys) // width - first, segments)
+    if valid > table.valid[row]:
+        table.keys[row] = bytes(request.keys[first * width : (first + valid) * width])
+        table.valid[row] = valid
+        _index(part, row, partial_reuse=state.groups[_group_of(state, request)].spec.sparse is None)
+    return table.full(row)
+
+
+def _group_of(state: State, request: Request) -> str:
+    engine = state.any_engine(request.engine, request.epoch)
+    assert engine is not None
+    return engine.group
+
+
+def _index(part: RequestChain, row: int, *, partial_reuse: bool) -> None:
+    """Makes the span findable below its canonical predecessor, unless an equal one is there already."""
+    chain, table = part.chain, part.chain.table
+    if part.settled > 0 and (part.anchor == NO_SPAN or not table.published[part.anchor]):
+        return  # its predecessor left the index: what follows stays private
+    if not table.full(row):
+        if partial_reuse and not table.published[row]:
+            chain.index.publish(row, part.anchor)
+        return
+    twin = chain.index.canonical(row)
+    if twin == NO_SPAN:
+        if table.published[row]:
+            chain.index.complete(row)
+        else:
+            chain.index.publish(row, part.anchor)
+        part.anchor = row
+        return
+    if table.published[row]:
+        chain.index.unpublish(row)
+    table.pin([twin])
+    part.anchors.append(twin)
+    part.anchor = twin
+
+
+def _settle_full(part: RequestChain, row: int) -> None:
+    """The span's own device pages hold final content."""
+    chain = part.chain
+    for page_class in range(chain.table.classes):
+        if chain.table.copies[page_class, DEVICE, row] == CopyState.FILLING:
+            chain.set_state(page_class, DEVICE, row, CopyState.READY, PageState.READY)
+
+
+def settle_tail(state: State, request: Request) -> None:
+    """At the end of a request: a published partial tail is ready as far as it is valid."""
+    engine = state.any_engine(request.engine, request.epoch)
+    assert engine is not None
+    group = state.groups[engine.group]
+    for number, part in enumerate(request.chains):
+        for row in part.rows[part.settled :]:
+            if part.chain.table.published[row]:
+                _settle_full(part, row)
+                group.writeback.append((number, row))

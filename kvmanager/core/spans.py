@@ -1,0 +1,165 @@
+"""Spans: the unit of grant, eviction and publication, kept as parallel arrays.
+
+A span is M segments in one token order, stored as page indexes of each page class in up to two tiers.
+All its pages of a class and tier share one fate: `CopyState`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmanager.allocators.fixed import PageArray
+from kvmanager.geometry import TokenOrder
+
+NO_SPAN = -1
+NO_PAGE = -1
+DEVICE, HOST = 0, 1
+
+
+class CopyState(IntEnum):
+    """What one tier holds of a span's pages of one class."""
+
+    ABSENT = 0
+    FILLING = 1  # an engine or a copy writes it
+    READY = 2    # complete as far as `valid` says
+
+
+class SpanTable:
+    """Spans of one chain by row number; rows are reused.
+
+    parent: the canonical full span before it, NO_SPAN at the root (int32)
+    children: published spans whose parent it is (int32)
+    first_token: position of its first token (int64)
+    segments, interleave: its token order (int32)
+    valid: leading segments that are committed and fenced (int32)
+    pins: requests, tickets and donors that hold it (int32); who they are is theirs to know
+    busy: plans in flight that read or write its pages (int32)
+    namespace: whose keys these are (int32)
+    last_used: ns; a parent's is never older than its published child's (int64)
+    published: findable through the index (bool)
+    copies[class, tier]: CopyState (uint8)
+    pages[class, tier]: page indexes, int64[rows, widest], NO_PAGE where none
+    uids[row]: content id of each span page, uint64[rows, widest]; given once and never again
+    keys[row]: its segment keys so far, concatenated
+    """
+
+    def __init__(self, classes: int, widest: int) -> None:
+        self.classes = classes
+        self.widest = widest
+        self.live = np.zeros(0, bool)
+        self.parent = np.zeros(0, np.int32)
+        self.children = np.zeros(0, np.int32)
+        self.first_token = np.zeros(0, np.int64)
+        self.segments = np.zeros(0, np.int32)
+        self.interleave = np.zeros(0, np.int32)
+        self.valid = np.zeros(0, np.int32)
+        self.pins = np.zeros(0, np.int32)
+        self.busy = np.zeros(0, np.int32)
+        self.last_used = np.zeros(0, np.int64)
+        self.namespace = np.zeros(0, np.int32)
+        self.published = np.zeros(0, bool)
+        self.copies = np.zeros((classes, 2, 0), np.uint8)
+        self.pages = np.zeros((classes, 2, 0, widest), np.int64)
+        self.uids = np.zeros((0, widest), np.uint64)
+        self.next_uid = 1
+        self.keys: list[bytes] = []
+        self._unused: list[int] = []
+        self._grow(64)
+
+    def _grow(self, rows: int) -> None:
+        old = len(self.live)
+        for name in (
+            "live", "parent", "children", "first_token", "segments", "interleave", "valid", "pins", "busy",
+            "last_used", "namespace", "published",
+        ):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate((array, np.zeros(rows, array.dtype))))
+        self.copies = np.concatenate((self.copies, np.zeros((self.classes, 2, rows), np.uint8)), axis=2)
+        empty = np.full((self.classes, 2, rows, self.widest), NO_PAGE, np.int64)
+        self.pages = np.concatenate((self.pages, empty), axis=2)
+        self.uids = np.concatenate((self.uids, np.zeros((rows, self.widest), np.uint64)))
+        self.keys.extend([b""] * rows)
+        self._unused.extend(range(old + rows - 1, old - 1, -1))
+
+    def add(self, first_token: int, order: TokenOrder, now: int, namespace: int = 0) -> int:
+        """A new span with new uids, without pages, keys or pins; returns its row."""
+        if not self._unused:
+            self._grow(len(self.live))
+        row = self._unused.pop()
+        self.live[row] = True
+        self.parent[row] = NO_SPAN
+        self.children[row] = 0
+        self.first_token[row] = first_token
+        self.segments[row] = order.segments
+        self.interleave[row] = order.interleave
+        self.valid[row] = 0
+        self.pins[row] = 0
+        self.busy[row] = 0
+        self.last_used[row] = now
+        self.namespace[row] = namespace
+        self.published[row] = False
+        self.copies[:, :, row] = CopyState.ABSENT
+        self.pages[:, :, row] = NO_PAGE
+        self.uids[row] = np.arange(self.next_uid, self.next_uid + self.widest, dtype=np.uint64)
+        self.next_uid += self.widest
+        self.keys[row] = b""
+        return row
+
+    def remove(self, row: int) -> None:
+        """Forgets a span that holds no page and that nobody holds."""
+        assert self.live[row]
+        assert not self.published[row]
+        assert self.pins[row] == 0
+        assert self.busy[row] == 0
+        assert (self.copies[:, :, row] == CopyState.ABSENT).all()
+        self.live[row] = False
+        self._unused.append(row)
+
+    def order(self, row: int) -> TokenOrder:
+        """The span's token order."""
+        return TokenOrder(int(self.segments[row]), int(self.interleave[row]))
+
+    def full(self, row: int) -> bool:
+        """All its segments are valid."""
+        return bool(self.valid[row] == self.segments[row])
+
+    def page_list(self, page_class: int, tier: int, row: int) -> PageArray:
+        """The span's pages of a class in a tier, in span-page order; empty when absent."""
+        pages = self.pages[page_class, tier, row]
+        return pages[pages != NO_PAGE]
+
+    def put(self, page_class: int, tier: int, row: int, pages: PageArray, state: CopyState) -> None:
+        """Gives an absent copy its pages."""
+        assert self.copies[page_class, tier, row] == CopyState.ABSENT
+        self.pages[page_class, tier, row, : len(pages)] = pages
+        self.copies[page_class, tier, row] = state
+
+    def drop(self, page_class: int, tier: int, row: int) -> PageArray:
+        """Takes a copy away from the span; its pages are returned, to be freed by the caller."""
+        assert self.copies[page_class, tier, row] != CopyState.ABSENT
+        pages = self.page_list(page_class, tier, row).copy()
+        self.pages[page_class, tier, row] = NO_PAGE
+        self.copies[page_class, tier, row] = CopyState.ABSENT
+        return pages
+
+    def pin(self, rows: npt.NDArray[np.int64] | list[int]) -> None:
+        """One more holder for each row (a row may be named twice)."""
+        np.add.at(self.pins, np.asarray(rows, np.int64), 1)
+
+    def unpin(self, rows: npt.NDArray[np.int64] | list[int]) -> None:
+        """One holder less; below zero is our own bug."""
+        index = np.asarray(rows, np.int64)
+        np.subtract.at(self.pins, index, 1)
+        assert (self.pins[index] >= 0).all(), "a span was unpinned once too often"
+
+    def rows(self) -> npt.NDArray[np.int64]:
+        """Live rows, ascending."""
+        rows: npt.NDArray[np.int64] = np.flatnonzero(self.live)
+        return rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rows().tolist())

@@ -1,0 +1,127 @@
+"""What a memory group is made of: chains, page classes, pools and regions. Fixed at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from kvmanager.geometry import TokenOrder
+from kvmanager.layout import KVFormat, KVLayout
+
+
+class Placement(StrEnum):
+    """How a chain's pages relate to the ranks of its group."""
+
+    SHARDED = "sharded"        # each rank holds its own tokens of a span
+    REPLICATED = "replicated"  # every rank holds all tokens; the host holds them once
+
+
+@dataclass(frozen=True)
+class PageClass:
+    """One kind of page of a chain.
+
+    `device_regions[r]`, `host_regions[r]`: region ids by rank; `host_regions` empty: never leaves the device.
+    `host_pool` is the pool's name, "" when there is none.
+    """
+
+    name: str
+    layout: KVLayout
+    device_pool: str
+    device_regions: tuple[int, ...]
+    host_pool: str = ""
+    host_regions: tuple[int, ...] = ()
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes from page to page on one rank."""
+        return self.layout.page_bytes
+
+
+@dataclass(frozen=True)
+class ChainSpec:
+    """A KV group of a model: its pages, their token order and placement.
+
+    `order`: token order of spans that a local engine fills. `imported_order`: order of spans that arrive by
+    hand-off, which keep the source's order; the same as `order` when tokens are permuted on arrival.
+    `ranks`: ranks of the pools.
+    """
+
+    name: str
+    placement: Placement
+    ranks: int
+    page_rows: int
+    order: TokenOrder
+    imported_order: TokenOrder
+    classes: tuple[PageClass, ...]
+
+    def span_pages(self, order: TokenOrder) -> int:
+        """Page indexes of one class that a span of this order takes."""
+        if self.placement is Placement.REPLICATED:
+            return order.segments
+        assert order.segments % self.ranks == 0
+        return order.segments // self.ranks
+
+    def span_tokens(self, order: TokenOrder) -> int:
+        """Tokens of a span of this order."""
+        return order.segments * self.page_rows
+
+    @cached_property
+    def widest(self) -> int:
+        """Most page indexes a span takes."""
+        return max(self.span_pages(self.order), self.span_pages(self.imported_order))
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """A pool: `slabs` slabs on each of `ranks` ranks; `per_slab[c]` pages of class c fill one."""
+
+    name: str
+    tier: str
+    ranks: int
+    slabs: int
+    slab_bytes: int
+    per_slab: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class SparseSpec:
+    """Hybrid HiSparse: where latent pages may live on the host alone.
+
+    `hot_slabs`: slabs of one request's hot buffer. `tail_pages`: pages at the end that always stay resident.
+    """
+
+    latent_class: str
+    hot_class: str
+    hot_slabs: int
+    tail_pages: int = 2
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A shard group: the memory that one engine's ranks share."""
+
+    name: str
+    ranks: int
+    page_rows: int
+    kv_format: KVFormat
+    chains: tuple[ChainSpec, ...]
+    pools: tuple[PoolSpec, ...]
+    sparse: SparseSpec | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Every limit of the core; the wire states them in RegisterReply."""
+
+    requests_per_step: int = 4096
+    stored_replies: int = 64
+    unseen_notices: int = 1024
+    plans_in_flight: int = 8
+    batch_spans: int = 32
+    growth_cap_tokens: int = 65536
+    overcommit: float = 1.0
+    ticket_ttl_ns: int = 30_000_000_000
+    ticket_grace_ns: int = 5_000_000_000
+    pull_deadline_ns: int = 20_000_000_000
+    retry_after_ns: int = 20_000_000

@@ -1,0 +1,217 @@
+"""All state of the core in one place, and the few operations that every part needs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvmanager.core.events import (
+    CopyOutcome,
+    Effect,
+    Notice,
+    Notified,
+    Opened,
+    RequestFailed,
+    StepDone,
+    TicketInfo,
+)
+from kvmanager.core.group import Chain, Group
+from kvmanager.core.pool import PageState
+from kvmanager.core.reclaim import Reclaimer
+from kvmanager.core.request import Request
+from kvmanager.core.spec import Limits
+from kvmanager.errors import StaleEpoch, Suspect, UnknownRequest
+from kvmanager.geometry import Int64Array
+
+COUNTERS = (
+    "prefix_hit", "prefix_hit_tokens", "prompt_tokens", "partial_span_reuse", "offload", "mirror", "onboard", "reclaim",
+    "eviction", "spill", "draft_truncation", "handoff", "export", "refusal", "failed_plan", "expired_ticket",
+    "quarantined_copy", "request", "step",
+)
+
+
+@dataclass
+class FenceEntry:
+    """What happens once the work that a message covers is complete.
+
+    commits: (request id, tokens). unpins: (chain index, rows). frees: (pool, class, pages).
+    """
+
+    fence: dict[int, int]
+    commits: list[tuple[int, int]] = field(default_factory=list)
+    unpins: list[tuple[int, list[int]]] = field(default_factory=list)
+    frees: list[tuple[str, str, Int64Array]] = field(default_factory=list)
+    closes: list[int] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing waits for it."""
+        return not (self.commits or self.unpins or self.frees or self.closes)
+
+
+@dataclass
+class Engine:
+    """One epoch of an engine.
+
+    fences: entries in message order; timeline values rise, so the head decides. covered: what the next message's
+    fence will cover (work that the reply before it allowed). attaches: attach id -> rank.
+    """
+
+    name: str
+    epoch: int
+    group: str
+    namespace: int
+    ranks: int
+    attaches: dict[int, int] = field(default_factory=dict)
+    suspect: bool = False
+    requests: dict[int, Request] = field(default_factory=dict)
+    last_number: int = 0
+    replies: OrderedDict[int, StepDone] = field(default_factory=OrderedDict)
+    notices: deque[Notice] = field(default_factory=deque)
+    last_notice: int = 0
+    fences: deque[FenceEntry] = field(default_factory=deque)
+    covered: FenceEntry = field(default_factory=lambda: FenceEntry({}))
+
+
+@dataclass
+class CopyJob:
+    """A plan in flight on spans of one chain: an offload or mirror, or an onboard.
+
+    rows: spans whose copies it reads or fills, one `busy` each. extra: further busy rows (donors).
+    waiters: (engine, epoch, request id) that go on when it is done.
+    """
+
+    group: str
+    chain: int
+    page_class: int
+    rows: list[int]
+    target_tier: int
+    extra: list[int] = field(default_factory=list)
+    waiters: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+@dataclass
+class PullJob:
+    """A hand-off in flight into the rows of one request."""
+
+    group: str
+    chain: int
+    rows: list[int]
+    waiter: tuple[str, int, int]
+    ticket: TicketInfo
+
+
+@dataclass
+class Ticket:
+    """An export. rows: (chain index, rows), one pin each; generations as given out."""
+
+    ticket_id: str
+    engine: str
+    epoch: int
+    group: str
+    request_id: int
+    committed_tokens: int
+    rows: list[tuple[int, list[int]]]
+    expires_ns: int
+    holder: str = ""
+
+
+class State:
+    """The core's state. Changed only by `Node.apply` and the functions it calls."""
+
+    def __init__(self, groups: list[Group], limits: Limits) -> None:
+        self.limits = limits
+        self.groups = {group.spec.name: group for group in groups}
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.reclaimers = {name: Reclaimer(group, self.counters) for name, group in self.groups.items()}
+        self.engines: dict[str, Engine] = {}
+        self.retired: dict[tuple[str, int], Engine] = {}  # replaced or suspect epochs whose processes may still live
+        self.timelines: dict[int, int] = {}
+        self.dead_attaches: set[int] = set()
+        self.jobs: dict[int, CopyJob | PullJob] = {}
+        self.tickets: dict[str, Ticket] = {}
+        self.namespaces: dict[bytes, int] = {}
+        self.quarantine: list[tuple[str, str, str, Int64Array]] = []  # group, pool, class, pages
+        self.next_epoch = 1
+        self.next_attach = 1
+        self.next_plan = 1
+        self.now = 0
+        self.effects: list[Effect] = []
+
+    def engine(self, name: str, epoch: int) -> Engine:
+        """The live engine of that epoch; typed errors for anything else."""
+        engine = self.engines.get(name)
+        if engine is None or engine.epoch != epoch:
+            newest = engine.epoch if engine else "none"
+            raise StaleEpoch(f"engine {name!r} epoch {epoch} is not registered (newest: {newest}); register again")
+        if engine.suspect:
+            raise Suspect(f"engine {name!r} is suspect since its stream broke; open a new session stream first")
+        return engine
+
+    def any_engine(self, name: str, epoch: int) -> Engine | None:
+        """The engine of that epoch whether live, suspect or replaced; None when it is gone."""
+        engine = self.engines.get(name)
+        if engine is not None and engine.epoch == epoch:
+            return engine
+        return self.retired.get((name, epoch))
+
+    def all_engines(self) -> list[Engine]:
+        """Every epoch that may still hold something."""
+        return [*self.engines.values(), *self.retired.values()]
+
+    def request(self, engine: Engine, request_id: int) -> Request:
+        """The request, or UnknownRequest."""
+        request = engine.requests.get(request_id)
+        if request is None:
+            raise UnknownRequest(f"engine {engine.name!r} has no request {request_id}")
+        return request
+
+    def find(self, who: tuple[str, int, int]) -> Request | None:
+        """A request by (engine, epoch, request id), None when it has ended."""
+        engine = self.any_engine(who[0], who[1])
+        return engine.requests.get(who[2]) if engine else None
+
+    def notify(self, engine: Engine, *, ready: Opened | None = None, failed: RequestFailed | None = None) -> None:
+        """Stores a notice until the engine has seen it, and tells the shell."""
+        engine.last_notice += 1
+        notice = Notice(engine.last_notice, ready, failed)
+        engine.notices.append(notice)
+        if len(engine.notices) > self.limits.unseen_notices:
+            engine.suspect = True
+        self.effects.append(Notified(engine.name, engine.epoch, notice))
+
+    def namespace_id(self, digest: bytes) -> int:
+        """A small number for a namespace, the same for the same digest as long as the daemon lives."""
+        return self.namespaces.setdefault(digest, len(self.namespaces))
+
+    def new_plan_id(self) -> int:
+        """A plan id, unique in this boot."""
+        self.next_plan += 1
+        return self.next_plan - 1
+
+    def fence_passed(self, fence: dict[int, int]) -> bool:
+        """All work before the fence is complete, or its rank can write no more."""
+        return all(
+            attach in self.dead_attaches or self.timelines.get(attach, 0) >= value for attach, value in fence.items()
+        )
+
+    def quarantine_pages(self, group: Group, chain: Chain, page_class: int, tier: int, row: int) -> None:
+        """Takes a copy of unknown fate away from its span; the pages wait for the mover's end."""
+        pages = chain.table.drop(page_class, tier, row)
+        pool = chain.pool(page_class, tier)
+        name = chain.spec.classes[page_class].name
+        pool.settle(name, pages, PageState.QUARANTINED)
+        self.quarantine.append((group.spec.name, pool.name, name, pages))
+        self.counters["quarantined_copy"] += 1
+
+
+def ended_well(outcome: CopyOutcome) -> bool:
+    """Whether all bytes arrived."""
+    return outcome is CopyOutcome.DONE
+
+
+def concat(parts: list[Int64Array]) -> Int64Array:
+    """One array of all parts, int64, also for none."""
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)

@@ -1,0 +1,241 @@
+"""One numbered message of an engine: progress, closes, opens, in this order, with one stored reply."""
+
+from __future__ import annotations
+
+from kvmanager.allocators.fixed import PageArray
+from kvmanager.core.admission import update_promise
+from kvmanager.core.events import (
+    Close,
+    Closing,
+    Grown,
+    HotGrant,
+    Open,
+    Opened,
+    Progress,
+    RequestFailed,
+    ResidencyRows,
+    Step,
+    StepDone,
+)
+from kvmanager.core.fences import resolve_fences
+from kvmanager.core.group import Group
+from kvmanager.core.movement import drop_request
+from kvmanager.core.opening import open_request
+from kvmanager.core.pool import PageState
+from kvmanager.core.request import Phase, Request, RequestChain
+from kvmanager.core.residency import release_under_pressure, residency_rows
+from kvmanager.core.spans import DEVICE, CopyState
+from kvmanager.core.state import Engine, FenceEntry, State
+from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, PoolExhausted
+from kvmanager.geometry import SEQUENTIAL
+
+
+def step(state: State, event: Step) -> StepDone:
+    """Applies a message once; a resend of a number still stored gets the same reply."""
+    engine = state.engine(event.engine, event.epoch)
+    if event.number <= engine.last_number:
+        return _stored(engine, event.number)
+    if event.number != engine.last_number + 1:
+        raise InvalidArgument(f"step {event.number} after {engine.last_number}: numbers rise by one")
+    if len(event.progress) > state.limits.requests_per_step:
+        raise LimitExceeded(f"{len(event.progress)} requests in a step; the limit is {state.limits.requests_per_step}")
+    _check_fence(engine, event)
+    while engine.notices and engine.notices[0].sequence <= event.notices_seen:
+        engine.notices.popleft()
+    reply = _apply(state, engine, event)
+    engine.last_number = event.number
+    engine.replies[event.number] = reply
+    while len(engine.replies) > state.limits.stored_replies:
+        engine.replies.popitem(last=False)
+    state.counters["step"] += 1
+    return reply
+
+
+def _stored(engine: Engine, number: int) -> StepDone:
+    reply = engine.replies.get(number)
+    if reply is None:
+        raise InvalidArgument(f"the reply to step {number} is no longer stored; the newest is {engine.last_number}")
+    return reply
+
+
+def _check_fence(engine: Engine, event: Step) -> None:
+    if not set(event.fence) <= set(engine.attaches):
+        strange = sorted(set(event.fence) - set(engine.attaches))
+        raise InvalidArgument(f"the fence names attach ids {strange} that are not of engine {engine.name!r}")
+    needed = bool(event.progress or event.closes or not engine.covered.empty)
+    if needed and set(event.fence) != set(engine.attaches):
+        raise InvalidArgument(
+            f"the fence names {len(event.fence)} of {len(engine.attaches)} attached ranks; progress needs all of them"
+        )
+    if event.opens and len(engine.attaches) != engine.ranks:
+        raise InvalidArgument(f"{len(engine.attaches)} of {engine.ranks} ranks are attached; attach all before opening")
+
+
+def _apply(state: State, engine: Engine, event: Step) -> StepDone:
+    group = state.groups[engine.group]
+    entry, engine.covered = engine.covered, FenceEntry({})
+    entry.fence = dict(event.fence)
+    grown: list[Grown] = []
+    opened: list[Opened] = []
+    errors: list[RequestFailed] = []
+    for progress in event.progress:
+        try:
+            grown.extend(_progress(state, engine, group, entry, progress))
+        except KVError as error:
+            errors.append(RequestFailed(progress.request_id, error))
+    for close in event.closes:
+        try:
+            _close(state, engine, entry, close)
+        except KVError as error:
+            errors.append(RequestFailed(close.request_id, error))
+    if not entry.empty:
+        engine.fences.append(entry)
+    resolve_fences(state, engine)
+    for open_event in event.opens:
+        opened.append(_open(state, engine, open_event))
+    residency: list[ResidencyRows] = []
+    hot: list[HotGrant] = []
+    if group.spec.sparse is not None:
+        hot = release_under_pressure(state, engine, group)
+        residency = residency_rows(engine, group)
+    return StepDone(event.number, tuple(opened), tuple(grown), tuple(residency), tuple(hot), tuple(errors))
+
+
+def _open(state: State, engine: Engine, event: Open) -> Opened:
+    try:
+        return open_request(state, engine, event)
+    except KVError as error:
+        return Opened(event.request_id, "refused", error=error)
+
+
+def _progress(state: State, engine: Engine, group: Group, entry: FenceEntry, progress: Progress) -> list[Grown]:
+    request = state.request(engine, progress.request_id)
+    if request.phase is not Phase.RUNNING:
+        raise InvalidArgument(f"request {progress.request_id} is {request.phase.value}; only a running one progresses")
+    _commit(group, entry, request, progress)
+    if progress.rejected_tokens:
+        state.counters["draft_truncation"] += 1
+    capacity = max(progress.capacity_tokens, request.committed_tokens)
+    kept, first_new, error = _resize(state, group, entry, request, capacity)
+    update_promise(state, request)
+    if error is None and first_new is None and kept is None:
+        return []
+    starts = first_new if first_new is not None else [len(part.rows) for part in request.chains]
+    runs = tuple(
+        part.table_from(first) for part, first in zip(request.chains, starts, strict=True) if first < len(part.rows)
+    )
+    return [Grown(request.request_id, runs, kept if kept is not None else len(request.chains[0].rows), error)]
+
+
+def _commit(group: Group, entry: FenceEntry, request: Request, progress: Progress) -> None:
+    """Notes what the engine says is final; it is believed once the message's fence has passed."""
+    width = group.key_bytes
+    end = min(part.end_token for part in request.chains)
+    if not request.committed_tokens <= progress.committed_tokens <= end:
+        raise InvalidArgument(
+            f"request {request.request_id}: committed_tokens {progress.committed_tokens} outside "
+            f"{request.committed_tokens} (committed before) .. {end} (pages held)"
+        )
+    if len(progress.new_keys) % width:
+        raise InvalidArgument(
+            f"request {request.request_id}: {len(progress.new_keys)} key bytes, keys are {width} bytes each"
+        )
+    segments = (len(request.keys) + len(progress.new_keys)) // width
+    if progress.new_keys and segments * group.spec.page_rows > progress.committed_tokens:
+        raise InvalidArgument(
+            f"request {request.request_id}: {segments} keys cover more than the {progress.committed_tokens} "
+            "committed tokens"
+        )
+    request.keys += progress.new_keys
+    if progress.committed_tokens > request.committed_tokens:
+        request.committed_tokens = progress.committed_tokens
+        entry.commits.append((request.request_id, progress.committed_tokens))
+        _let_donors_go(entry, request)
+
+
+def _let_donors_go(entry: FenceEntry, request: Request) -> None:
+    """The worker's copies ran before its first write, so the fence of the first commit covers them."""
+    for number, row in request.donors:
+        entry.unpins.append((number, [row]))
+    request.donors = []
+
+
+def _resize(
+    state: State, group: Group, entry: FenceEntry, request: Request, capacity: int
+) -> tuple[int | None, list[int] | None, KVError | None]:
+    """(spans kept after a truncate, first new ordinal a chain after a grow, error), None for what did not happen."""
+    kept: int | None = None
+    firsts: list[int] | None = None
+    if any(_surplus(part, capacity) for part in request.chains):
+        for number, part in enumerate(request.chains):
+            _truncate(entry, number, part, capacity)
+        kept = len(request.chains[0].rows)
+    elif any(part.end_token < capacity for part in request.chains):
+        firsts = [len(part.rows) for part in request.chains]
+        try:
+            for part in request.chains:
+                _grow(state, group, request, part, capacity)
+        except PoolExhausted as error:
+            return None, firsts, error
+    request.capacity_tokens = capacity
+    return kept, firsts, None
+
+
+def _surplus(part: RequestChain, capacity: int) -> bool:
+    return len(part.rows) > part.shared and int(part.chain.table.first_token[part.rows[-1]]) >= capacity
+
+
+def _truncate(entry: FenceEntry, number: int, part: RequestChain, capacity: int) -> None:
+    """Gives back whole spans at the end that hold nothing committed; their pages drain until the fence."""
+    chain = part.chain
+    gone: list[int] = []
+    while _surplus(part, capacity):
+        row = part.rows.pop()
+        assert not chain.table.published[row]
+        for c in range(len(chain.spec.classes)):
+            if chain.table.copies[c, DEVICE, row] != CopyState.ABSENT:
+                chain.set_state(c, DEVICE, row, CopyState.FILLING, PageState.DRAINING)
+        gone.append(row)
+    entry.unpins.append((number, gone))
+
+
+def _grow(state: State, group: Group, request: Request, part: RequestChain, capacity: int) -> None:
+    """Adds spans until positions [0, capacity) have pages; those already added stay if one does not fit."""
+    chain = part.chain
+    order = chain.spec.order if group.spec.sparse is None else SEQUENTIAL
+    while part.end_token < capacity:
+        first = part.end_token
+        taken: list[tuple[int, PageArray]] = []
+        for c, page_class in enumerate(chain.spec.classes):
+            pool = chain.pool(c, DEVICE)
+            pages = state.reclaimers[group.spec.name].take(pool, page_class.name, chain.spec.span_pages(order))
+            if pages is None:
+                for done, earlier in taken:
+                    chain.pool(done, DEVICE).give(chain.spec.classes[done].name, earlier)
+                group.deficit_slabs = max(group.deficit_slabs, chain.spec.span_pages(order))
+                raise PoolExhausted(
+                    f"request {request.request_id}: pool {pool.name} has no page to grow by",
+                    pool=pool.name,
+                    needed=chain.spec.span_pages(order),
+                    free=pool.free_slabs,
+                    retry_after_ns=state.limits.retry_after_ns,
+                )
+            taken.append((c, pages))
+        row = chain.table.add(first, order, state.now, request.namespace)
+        chain.table.pin([row])
+        for c, pages in taken:
+            chain.put(c, DEVICE, row, pages)
+        part.rows.append(row)
+
+
+def _close(state: State, engine: Engine, entry: FenceEntry, close: Close) -> None:
+    request = state.request(engine, close.request_id)
+    if request.phase is Phase.CLOSING:
+        raise InvalidArgument(f"request {close.request_id} is closing already")
+    assert close.closing in Closing
+    if request.phase is Phase.WAITING:
+        # Its engine was told of no page yet, so nothing of it can be in use; copies in flight keep theirs.
+        drop_request(state, request)
+        return
+    request.phase = Phase.CLOSING
+    entry.closes.append(close.request_id)

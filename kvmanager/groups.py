@@ -1,0 +1,109 @@
+"""From configuration to memory: the regions a node makes, and the groups of the core that live in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmanager.config import GroupSection, NodeConfig
+from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec, SparseSpec
+from kvmanager.geometry import SEQUENTIAL
+from kvmanager.layout import indexer_layout, latent_layout, native_layout
+from kvmanager.wire import RegionInfo, RegionKind
+
+TIMELINE_REGION = 1
+STAGING_REGION = 2
+FIRST_GROUP_REGION = 3
+TIMELINE_WORDS = 4096
+"""Timeline words of a node: one a rank that ever attached; a fresh one is zero."""
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """All regions of a node, in the order of their ids, and the groups that use them."""
+
+    regions: tuple[RegionInfo, ...]
+    groups: tuple[GroupSpec, ...]
+
+    def region(self, region_id: int) -> RegionInfo:
+        """The region of that id."""
+        return self.regions[region_id - 1]
+
+
+def plan_memory(config: NodeConfig) -> NodeMemory:
+    """What a node with this configuration makes. Pure: nothing is allocated."""
+    regions = [
+        RegionInfo(TIMELINE_REGION, RegionKind.TIMELINE, TIMELINE_WORDS * 8, 8, 0, "timelines", config.node.device),
+        RegionInfo(STAGING_REGION, RegionKind.STAGING, config.mover.staging_bytes, 1, 0, "staging", config.node.device),
+    ]
+    groups = []
+    for section in config.groups:
+        device = _regions(regions, section, RegionKind.DEVICE, section.hbm_units, config.node.device)
+        host = _regions(regions, section, RegionKind.HOST, section.host_units, config.node.device)
+        build = _sharded if section.kind == "sharded" else _hisparse
+        groups.append(build(section, device, host))
+    return NodeMemory(tuple(regions), tuple(groups))
+
+
+def _regions(
+    regions: list[RegionInfo], section: GroupSection, kind: RegionKind, units: int, device: str
+) -> tuple[int, ...]:
+    """One region a rank, appended to `regions`; its size is whole units."""
+    if units == 0:
+        return ()
+    pool = pool_name(section.name, kind)
+    first = len(regions) + 1
+    for rank in range(section.ranks):
+        size = units * section.unit_bytes
+        regions.append(RegionInfo(first + rank, kind, size, section.unit_bytes, rank, pool, device))
+    return tuple(range(first, first + section.ranks))
+
+
+def pool_name(group: str, kind: RegionKind) -> str:
+    """`<group>/hbm` or `<group>/host`."""
+    return f"{group}/{'hbm' if kind is RegionKind.DEVICE else 'host'}"
+
+
+def _sharded(section: GroupSection, device: tuple[int, ...], host: tuple[int, ...]) -> GroupSpec:
+    """One chain over all ranks, whole pages (latent and indexer sections together)."""
+    hbm, offload = (pool_name(section.name, kind) for kind in (RegionKind.DEVICE, RegionKind.HOST))
+    layout = native_layout(section.kv_format, section.page_rows)
+    page_class = PageClass("kv", layout, hbm, device, offload if host else "", host)
+    order = section.geometry.order
+    chain = ChainSpec("main", Placement.SHARDED, section.ranks, section.page_rows, order, order, (page_class,))
+    page = (("kv", 1),)
+    pools = [PoolSpec(hbm, "device", section.ranks, section.hbm_units, section.unit_bytes, page)]
+    if host:
+        pools.append(PoolSpec(offload, "host", section.ranks, section.host_units, section.unit_bytes, page))
+    return GroupSpec(section.name, section.ranks, section.page_rows, section.kv_format, (chain,), tuple(pools))
+
+
+def _hisparse(section: GroupSection, device: tuple[int, ...], host: tuple[int, ...]) -> GroupSpec:
+    """A decode rank: latent pages, indexer pages and hot rows share the HBM slabs; latents reach the host."""
+    hbm, mirror = (pool_name(section.name, kind) for kind in (RegionKind.DEVICE, RegionKind.HOST))
+    latents = latent_layout(section.kv_format, section.page_rows)
+    indexers = indexer_layout(section.kv_format, section.page_rows)
+    classes = (PageClass("latent", latents, hbm, device, mirror, host), PageClass("indexer", indexers, hbm, device))
+    chain = ChainSpec("main", Placement.SHARDED, 1, section.page_rows, SEQUENTIAL, section.arrival_order, classes)
+    per_slab = section.unit_bytes // indexers.page_bytes
+    pools = (
+        PoolSpec(
+            hbm, "device", 1, section.hbm_units, section.unit_bytes, (("latent", 1), ("indexer", per_slab), ("hot", 1))
+        ),
+        PoolSpec(mirror, "host", 1, section.host_units, section.unit_bytes, (("latent", 1),)),
+    )
+    sparse = SparseSpec("latent", "hot", section.hot_slabs)
+    return GroupSpec(section.name, 1, section.page_rows, section.kv_format, (chain,), pools, sparse)
+
+
+def core_limits(config: NodeConfig) -> Limits:
+    """The core's limits as configured."""
+    spans = max(1, config.offload.batch_pages)
+    return Limits(
+        plans_in_flight=config.offload.max_plans_in_flight,
+        batch_spans=spans,
+        growth_cap_tokens=config.admission.growth_cap_tokens,
+        overcommit=config.admission.overcommit,
+        ticket_ttl_ns=config.lease.ticket_ttl_ns,
+        ticket_grace_ns=config.lease.grace_ns,
+        pull_deadline_ns=config.mover.pull_deadline_ns,
+    )
