@@ -88,6 +88,7 @@ class DecodeEngine:
         """Registers `name` with the node and attaches its rank. Raises the daemon's typed errors."""
         format_ = model.config.format
         layouts = [latent_layout(format_, page_rows), indexer_layout(format_, page_rows)]
+        self.name = name
         self._model = model
         self._namespace = namespace
         self._hot_rows = hot_rows
@@ -161,7 +162,7 @@ class DecodeEngine:
         """Brings the worker's table up to date before the step's first row is read or written."""
         growth = result.growth.get(request.request_id)
         if growth is not None:
-            request.store.truncate_spans(growth.spans_kept)
+            request.store.truncate_spans(growth.spans[0].first_span if growth.spans else growth.spans_kept)
             for run in growth.spans:
                 _append(request.store, run)
         for rows in result.residency.get(request.request_id, ()):
