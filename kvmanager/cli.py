@@ -1,0 +1,199 @@
+"""`kvmanager`: run a node, look at a node, run the demo.
+
+Exit codes: 0 ok, 1 failed, 2 wrong usage, 3 the node can't be reached, 78 the configuration can't be used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import typer
+from google.protobuf.message import Message
+from rich.console import Console, RenderableType
+
+from kvmanager import __version__, screens
+from kvmanager.clients.admin import AdminClient, to_plain
+from kvmanager.config import NodeConfig
+from kvmanager.errors import ConfigError, KVError, NotReady
+from kvmanager.units import format_bytes
+
+EXIT_FAILED: Final = 1
+EXIT_UNREACHABLE: Final = 3
+EXIT_CONFIG: Final = 78
+
+R = TypeVar("R", bound=Message)
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+RuntimeDir = Annotated[Path | None, typer.Option(help="The node's runtime directory.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="The node's configuration, to find it.")]
+
+app = typer.Typer(
+    help="The KV-cache memory of this machine: run a node, look at it, run the demo.\n\n"
+    "Exit codes: 0 ok, 1 failed, 2 wrong usage, 3 the node can't be reached, 78 the configuration can't be used.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Typed errors become one line on stderr and the documented exit code."""
+    try:
+        yield
+    except KVError as error:
+        print(f"error: {error}", file=sys.stderr)
+        codes = {ConfigError: EXIT_CONFIG, NotReady: EXIT_UNREACHABLE}
+        raise typer.Exit(codes.get(type(error), EXIT_FAILED)) from error
+
+
+def _find_node(runtime_dir: Path | None, config: Path | None) -> Path:
+    if (runtime_dir is None) == (config is None):
+        raise typer.BadParameter("say which node: either --runtime-dir DIR or --config FILE")
+    if runtime_dir is not None:
+        return runtime_dir
+    assert config is not None, "one of the two is set"
+    return NodeConfig.from_file(config).node.runtime_dir
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _show(
+    runtime_dir: Path | None,
+    config: Path | None,
+    as_json: bool,
+    ask: Callable[[AdminClient], R],
+    screen: Callable[[R], RenderableType],
+    plain: Callable[[R], dict[str, Any]] = to_plain,
+) -> None:
+    """Asks the node one question and prints the answer."""
+    with _one_line_errors():
+        with AdminClient(_find_node(runtime_dir, config)) as client:
+            reply = ask(client)
+        if as_json:
+            _print_json(plain(reply))
+        else:
+            Console(highlight=False).print(screen(reply))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvmanager {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    del version  # its callback has ended the program
+
+
+@app.command()
+def serve(
+    config: Annotated[Path, typer.Option("--config", help="The node's TOML file.")],
+    as_json: AsJson = False,
+) -> None:
+    """Run a node in the foreground until SIGTERM or Ctrl-C."""
+    with _one_line_errors():
+        node = NodeConfig.from_file(config)
+    planned = node.planned_bytes()
+    start = {"node": node.node.name, "pid": os.getpid(), "runtime_dir": str(node.node.runtime_dir)}
+    if as_json:
+        print(json.dumps({**start, "planned_bytes": planned}), flush=True)
+    else:
+        print(f"node {node.node.name} in {node.node.runtime_dir}: {format_bytes(planned)}", flush=True)
+    # The keeper must not carry what this program has loaded, so it takes this process's place.
+    command = [sys.executable, "-m", "kvmanager.keeper", "--config", str(config)]
+    where = ["--runtime-dir", str(node.node.runtime_dir), "--device", node.node.device]
+    os.execv(sys.executable, [*command, *where])
+
+
+@app.command()
+def status(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Engines, movers, counters, and whether the ledger adds up."""
+    _show(runtime_dir, config, as_json, AdminClient.status, screens.status_screen)
+
+
+@app.command()
+def pools(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Bytes of each pool by state."""
+    _show(runtime_dir, config, as_json, AdminClient.pools, screens.pools_screen)
+
+
+@app.command("map")
+def map_(
+    pool: Annotated[str, typer.Argument(help="A pool, as `kvmanager pools` names it.")],
+    runtime_dir: RuntimeDir = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """One character a page of a pool."""
+
+    def plain(reply: Any) -> dict[str, Any]:
+        return {"pool": reply.pool, "class_names": list(reply.class_names), "units": screens.map_units(reply)}
+
+    _show(runtime_dir, config, as_json, lambda client: client.map(pool), screens.map_screen, plain)
+
+
+@app.command()
+def requests(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """What the engines' requests hold."""
+    _show(runtime_dir, config, as_json, AdminClient.requests, screens.requests_screen)
+
+
+@app.command()
+def prefixes(
+    runtime_dir: RuntimeDir = None,
+    config: ConfigFile = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most prefixes to list.")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """What the prefix cache holds, newest first."""
+    _show(runtime_dir, config, as_json, lambda client: client.prefixes(limit), screens.prefixes_screen)
+
+
+@app.command()
+def leases(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Tickets that are out."""
+    _show(runtime_dir, config, as_json, AdminClient.leases, screens.leases_screen)
+
+
+@app.command()
+def demo(
+    as_json: AsJson = False,
+    inject_fault: Annotated[bool, typer.Option(help="Corrupt one byte on purpose; the demo must then fail.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the model's weights.")] = 1,
+    runtime_dir: Annotated[
+        Path | None, typer.Option(help="Put the nodes' configurations, logs and sockets here, and keep them.")
+    ] = None,
+) -> None:
+    """Replay real agent sessions through a prefill and a decode node on this machine, and check every token."""
+    from kvmanager.demo.run import DemoOptions, run_demo  # loads torch
+
+    with _one_line_errors():
+        report = run_demo(DemoOptions(seed=seed, inject_fault=inject_fault, runtime_dir=runtime_dir))
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        Console(highlight=False).print(report.render())
+    if not report.passed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def main() -> None:
+    """Entry point of the `kvmanager` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

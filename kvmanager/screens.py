@@ -1,0 +1,198 @@
+"""What `kvmanager` shows people: replies of the admin service as tables that fit 80 columns."""
+
+from __future__ import annotations
+
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvmanager.errors import DaemonError
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.units import SECOND_NS, format_bytes
+from kvmanager.wire import unpack_u32
+
+STATES: Final = ("free", "reserved", "filling", "ready", "draining", "quarantined")
+"""In the order of MapReply.states."""
+READY: Final = STATES.index("ready")
+STATE_CHARACTERS: Final = (".", "r", "+", "", "d", "!")
+"""Of a map; ready units show their class instead."""
+NO_CLASS: Final = 255
+MAP_UNITS_A_LINE: Final = 64
+
+
+def _table(title: str, *columns: str, text: int = 1) -> Table:
+    """A table whose first `text` columns are text and whose others are numbers."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, column in enumerate(columns):
+        if place < text:
+            table.add_column(column, overflow="ellipsis", no_wrap=True)
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _or_nothing(table: Table, nothing: str) -> RenderableType:
+    return table if table.row_count else Text(nothing)
+
+
+def _seconds(duration_ns: int) -> str:
+    return f"{duration_ns / SECOND_NS:,.1f} s"
+
+
+def _share(part: int, whole: int) -> str:
+    """A percentage that never hides a remainder: 0 only for nothing."""
+    if part == 0:
+        return "-"
+    return "<1%" if part * 100 < whole else f"{part * 100 // whole}%"
+
+
+def status_screen(reply: pb.StatusReply) -> RenderableType:
+    """The node in a few lines, its engines and movers, and its counters."""
+    ledger = "adds up" if reply.ledger_ok else "DOES NOT ADD UP: run the audit and keep the log"
+    head = Text(
+        f"node {reply.node}: {reply.state} for {_seconds(reply.uptime_ns)}, version {reply.version}, "
+        f"boot {reply.boot_id:016x}\nledger {ledger}"
+    )
+    engines = _table("engines", "engine", "group", "state", "epoch", "ranks", "requests", text=3)
+    for engine in reply.engines:
+        counts = (engine.epoch, engine.ranks_attached, engine.requests)
+        engines.add_row(engine.engine, engine.group, engine.state, *map(str, counts))
+    movers = _table("movers", "device", "agent", "pid", "plans out", text=2)
+    for mover in reply.movers:
+        movers.add_row(
+            mover.device, "started" if mover.agent_started else "not started", str(mover.pid), str(mover.outstanding)
+        )
+    counters = _table("counters since start", "name", "count")
+    for name, count in sorted(reply.counters.items()):
+        counters.add_row(name, f"{count:,}")
+    return Group(
+        head, "", _or_nothing(engines, "no engine"), "", _or_nothing(movers, "no mover"), "",
+        _or_nothing(counters, "nothing counted yet"),
+    )  # fmt: skip
+
+
+def pools_screen(reply: pb.PoolsReply) -> RenderableType:
+    """Two tables: shares of the six exclusive states, and the overlays in bytes."""
+    states = _table("states", "pool", "tier", "ranks", "capacity", *(f"{name[:5]}" for name in STATES), text=2)
+    overlays = _table("of which", "pool", "tier", "pinned", "reclaimable", "promised", text=2)
+    for pool in reply.pools:
+        parts = [getattr(pool, f"{name}_bytes") for name in STATES]
+        capacity = pool.capacity_bytes
+        shares = [_share(part, capacity) for part in parts]
+        states.add_row(pool.pool, pool.tier, str(pool.ranks), format_bytes(capacity), *shares)
+        sizes = (pool.pinned_bytes, pool.reclaimable_bytes, pool.promised_bytes)
+        overlays.add_row(pool.pool, pool.tier, *map(format_bytes, sizes))
+    classes = [
+        f"{pool.pool}/{pool.tier}: " + ", ".join(f"{count:,} {name}" for name, count in sorted(classes.items()))
+        for pool in reply.pools
+        if (classes := dict(pool.pages_by_class))
+    ]
+    if not reply.pools:
+        return Text("no pool")
+    parts_shown: list[RenderableType] = [states, "", overlays]
+    if classes:
+        parts_shown += ["", Text("\n".join(["pages by class", *classes]))]
+    return Group(*parts_shown)
+
+
+def class_letters(names: Sequence[str]) -> list[str]:
+    """A different lower-case letter for each class, its initial where that is free."""
+    taken = {character for character in STATE_CHARACTERS if character}
+    letters = []
+    for name in names:
+        letter = next(each for each in (*name.lower(), *string.ascii_lowercase) if each.isalpha() and each not in taken)
+        taken.add(letter)
+        letters.append(letter)
+    return letters
+
+
+def map_screen(reply: pb.MapReply) -> RenderableType:
+    """One character a unit: its state, or for a ready unit its class, in upper case while it is pinned.
+
+    Raises DaemonError when the reply's arrays do not describe the same units.
+    """
+    units = map_units(reply)
+    letters = class_letters(reply.class_names)
+    characters = []
+    meanings = {}
+    for unit in units:
+        if unit["state"] != "ready":
+            character, meaning = STATE_CHARACTERS[STATES.index(unit["state"])], unit["state"]
+        else:
+            name = unit["class"]
+            character = letters[list(reply.class_names).index(name)] if name else "?"
+            meaning = f"ready, {name or 'no class'}"
+            if unit["pins"]:
+                character, meaning = character.upper() if name else "P", f"{meaning}, pinned"
+        characters.append(character)
+        meanings[character] = meaning
+    lines = [
+        f"{start:>8}  {''.join(characters[start : start + MAP_UNITS_A_LINE])}"
+        for start in range(0, len(characters), MAP_UNITS_A_LINE)
+    ]
+    counts = Counter(characters)
+    assert sum(counts.values()) == len(units), "the legend counts every unit once"
+    legend = [f"  {character}  {counts[character]:>8,}  {meanings[character]}" for character in sorted(meanings)]
+    return Text("\n".join([f"pool {reply.pool}: {len(units):,} units", *lines, "", *legend]))
+
+
+def map_units(reply: pb.MapReply) -> list[dict[str, Any]]:
+    """One entry a unit: state, class (None: unassigned), pins.
+
+    Raises DaemonError when the reply's arrays do not describe the same units.
+    """
+    pins = unpack_u32(reply.pins, "MapReply.pins")
+    if not len(reply.states) == len(reply.classes) == len(pins):
+        raise DaemonError(
+            f"the map of {reply.pool} has {len(reply.states)} states, {len(reply.classes)} classes and {len(pins)} pin "
+            "counts; daemon and command are of different versions"
+        )
+    names = {**dict(enumerate(reply.class_names)), NO_CLASS: None}
+    try:
+        return [
+            {"state": STATES[state], "class": names[class_], "pins": int(count)}
+            for state, class_, count in zip(reply.states, reply.classes, pins, strict=True)
+        ]
+    except (IndexError, KeyError) as error:
+        raise DaemonError(f"the map of {reply.pool} holds an unknown state or class {error}") from error
+
+
+def requests_screen(reply: pb.RequestsReply) -> RenderableType:
+    """What each request holds, in tokens and spans."""
+    table = _table(
+        "", "engine", "state", "session", "id", "prompt", "cached", "commit", "fenced", "spans", "host", text=3
+    )
+    for request in reply.requests:
+        table.add_row(
+            request.engine,
+            request.state,
+            request.session_id,
+            str(request.request_id),
+            *(str(n) for n in (request.prompt_tokens, request.cached_tokens, request.committed_tokens)),
+            *(str(n) for n in (request.fenced_tokens, request.spans, request.host_only_spans)),
+        )
+    return _or_nothing(table, "no request")
+
+
+def prefixes_screen(reply: pb.PrefixesReply) -> RenderableType:
+    """One line a cached prefix, newest first."""
+    table = _table("", "group", "chain", "key", "tokens", "device", "host", "pins", "idle", text=3)
+    for prefix in reply.prefixes:
+        counts = (prefix.tokens, prefix.device_tokens, prefix.host_tokens, prefix.pins)
+        table.add_row(prefix.group, prefix.chain, prefix.key[:12], *map(str, counts), _seconds(prefix.idle_ns))
+    total = Text(f"{reply.spans:,} spans, {reply.tokens:,} tokens in all")
+    return Group(_or_nothing(table, "no prefix"), total)
+
+
+def leases_screen(reply: pb.LeasesReply) -> RenderableType:
+    """One line a ticket that is out."""
+    table = _table("", "lease", "kind", "holder", "request", "tokens", "expires in", text=3)
+    for lease in reply.leases:
+        counts = (lease.request_id, lease.tokens)
+        table.add_row(lease.lease_id[:16], lease.kind, lease.holder, *map(str, counts), _seconds(lease.expires_in_ns))
+    return _or_nothing(table, "no lease")
