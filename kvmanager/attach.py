@@ -46,7 +46,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClientIdentity:
-    """One attached process. `token`: 256 random bits, hex. `pidfd`, the server's, is readable once it is gone."""
+    """One attached process.
+
+    `token`: 256 random bits, hex. `pidfd` is readable once the process is gone; it is the server's, which
+    closes it after `on_exit`.
+    """
 
     token: str
     uid: int

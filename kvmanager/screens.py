@@ -18,7 +18,7 @@ from kvmanager.wire import unpack_u32
 
 STATES: Final = ("free", "reserved", "filling", "ready", "draining", "quarantined")
 """In the order of MapReply.states."""
-READY: Final = STATES.index("ready")
+STATE_TITLES: Final = ("free", "resv", "fill", "ready", "drain", "quar")
 STATE_CHARACTERS: Final = (".", "r", "+", "", "d", "!")
 """Of a map; ready units show their class instead."""
 NO_CLASS: Final = 255
@@ -67,7 +67,7 @@ def status_screen(reply: pb.StatusReply) -> RenderableType:
         movers.add_row(
             mover.device, "started" if mover.agent_started else "not started", str(mover.pid), str(mover.outstanding)
         )
-    counters = _table("counters since start", "name", "count")
+    counters = _table("counters", "since start", "count")
     for name, count in sorted(reply.counters.items()):
         counters.add_row(name, f"{count:,}")
     return Group(
@@ -78,7 +78,7 @@ def status_screen(reply: pb.StatusReply) -> RenderableType:
 
 def pools_screen(reply: pb.PoolsReply) -> RenderableType:
     """Two tables: shares of the six exclusive states, and the overlays in bytes."""
-    states = _table("states", "pool", "tier", "ranks", "capacity", *(f"{name[:5]}" for name in STATES), text=2)
+    states = _table("states", "pool", "tier", "ranks", "capacity", *STATE_TITLES, text=2)
     overlays = _table("of which", "pool", "tier", "pinned", "reclaimable", "promised", text=2)
     for pool in reply.pools:
         parts = [getattr(pool, f"{name}_bytes") for name in STATES]
