@@ -70,6 +70,11 @@ class HiSparseStore:
         self._hot_pages = np.zeros(0, dtype=np.int64)
         self._hot = {leader: HotRows(0) for leader in self._groups}
 
+    @property
+    def capacity_tokens(self) -> int:
+        """Positions that have a slot."""
+        return self._table.capacity_tokens
+
     # Tables: the worker applies the daemon's replies here before a step's first row is read.
 
     def append_spans(
