@@ -204,6 +204,13 @@ class ReleaseTicket:
 
 
 @dataclass(frozen=True)
+class Drain:
+    """The node takes no new work; every engine is told why."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time passes: leases expire without any new work."""
 
@@ -211,7 +218,7 @@ class Tick:
 Event = (
     RegisterEngine | AttachRank | DetachRank | TimelinesRead | EngineSuspect | EngineResumed | EngineGone | MoverGone | Step
     | PlanEnded
-    | ExportRequestKV | RenewTickets | AcceptTicket | CheckTicket | ReleaseTicket | Tick
+    | ExportRequestKV | RenewTickets | AcceptTicket | CheckTicket | ReleaseTicket | Drain | Tick
 )
 
 
@@ -304,6 +311,7 @@ class Notice:
     sequence: int
     ready: Opened | None = None
     failed: RequestFailed | None = None
+    draining: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from kvmanager.core.events import (
     CheckTicket,
     CopyOutcome,
     DetachRank,
+    Drain,
     Effect,
     EngineGone,
     EngineResumed,
@@ -43,8 +44,10 @@ class Node:
     is our own mistake and must stop the daemon.
     """
 
-    def __init__(self, groups: list[GroupSpec], limits: Limits) -> None:
+    def __init__(self, groups: list[GroupSpec], limits: Limits, first_plan_id: int = 1) -> None:
+        """`first_plan_id`: above every id of earlier boots, since movers outlive a daemon."""
         self.state = State([Group(spec) for spec in groups], limits)
+        self.state.next_plan = first_plan_id
 
     def apply(self, event: Event, now: int) -> list[Effect]:
         """Handles one event at `now` (ns, never less than before) and returns what is to be done, in order."""
@@ -105,6 +108,9 @@ class Node:
                 engines.engine_gone(self.state, event)
             case MoverGone():
                 self._mover_gone()
+            case Drain():
+                for engine in self.state.engines.values():
+                    self.state.notify(engine, draining=event.why)
             case Tick():
                 tickets.expire(self.state)
                 for group in self.state.groups.values():

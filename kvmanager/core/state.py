@@ -173,10 +173,17 @@ class State:
         engine = self.any_engine(who[0], who[1])
         return engine.requests.get(who[2]) if engine else None
 
-    def notify(self, engine: Engine, *, ready: Opened | None = None, failed: RequestFailed | None = None) -> None:
+    def notify(
+        self,
+        engine: Engine,
+        *,
+        ready: Opened | None = None,
+        failed: RequestFailed | None = None,
+        draining: str = "",
+    ) -> None:
         """Stores a notice until the engine has seen it, and tells the shell."""
         engine.last_notice += 1
-        notice = Notice(engine.last_notice, ready, failed)
+        notice = Notice(engine.last_notice, ready, failed, draining)
         engine.notices.append(notice)
         if len(engine.notices) > self.limits.unseen_notices:
             engine.suspect = True

@@ -1,0 +1,271 @@
+"""The Admin service: what the node holds, read from the core between two events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import grpc
+import numpy as np
+
+from kvmanager import __version__
+from kvmanager.callers import Callers, typed
+from kvmanager.core.audit import ledger_holds
+from kvmanager.core.group import Chain, Group
+from kvmanager.core.node import Node
+from kvmanager.core.pool import PageState, Pool
+from kvmanager.core.reclaim import reclaimable_slabs
+from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
+from kvmanager.core.state import Engine, State
+from kvmanager.errors import InvalidArgument
+from kvmanager.loop import OwnerLoop
+from kvmanager.movers import Mover
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
+from kvmanager.wire import pack_u32
+
+ROLES = ("operator", "engine", "peer")
+PREFIX_ROWS = 100
+UNASSIGNED = 255
+
+
+class AdminService(pb_grpc.AdminServicer):
+    """Read-only views. `state()` names the node's life: starting, serving, draining."""
+
+    def __init__(
+        self, boot_id: int, name: str, loop: OwnerLoop, callers: Callers, mover: Mover, state: Callable[[], str]
+    ) -> None:
+        self._boot_id = boot_id
+        self._name = name
+        self._loop = loop
+        self._callers = callers
+        self._mover = mover
+        self._state = state
+        self._started_ns = time.monotonic_ns()
+
+    @typed
+    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:  # noqa: ARG002
+        """Engines, movers, counters, and whether every pool's states sum to its capacity."""
+        self._callers.who(context, *ROLES)
+        reply = self._loop.inspect(_status)
+        info = self._mover.info
+        reply.boot_id = self._boot_id
+        reply.version = __version__
+        reply.node = self._name
+        reply.state = self._state()
+        reply.uptime_ns = time.monotonic_ns() - self._started_ns
+        reply.movers.add(
+            device=self._mover.device,
+            pid=info.pid,
+            incarnation=info.incarnation,
+            outstanding=len(info.outstanding),
+            agent_started=info.agent is not None,
+        )
+        return reply
+
+    @typed
+    def Pools(self, request: pb.PoolsRequest, context: grpc.ServicerContext) -> pb.PoolsReply:  # noqa: ARG002
+        """The account of every pool."""
+        self._callers.who(context, *ROLES)
+        return self._loop.inspect(
+            lambda node: pb.PoolsReply(
+                pools=[_pool(g, p) for g in node.state.groups.values() for p in g.pools.values()]
+            )
+        )
+
+    @typed
+    def Map(self, request: pb.MapRequest, context: grpc.ServicerContext) -> pb.MapReply:
+        """One entry an accounting unit. Raises InvalidArgument for an unknown pool."""
+        self._callers.who(context, *ROLES)
+        return self._loop.inspect(lambda node: _map(node, request.pool))
+
+    @typed
+    def Requests(self, request: pb.RequestsRequest, context: grpc.ServicerContext) -> pb.RequestsReply:  # noqa: ARG002
+        """Every admitted request."""
+        self._callers.who(context, *ROLES)
+        return self._loop.inspect(_requests)
+
+    @typed
+    def Prefixes(self, request: pb.PrefixesRequest, context: grpc.ServicerContext) -> pb.PrefixesReply:
+        """Cached prefixes, one row a leaf, newest first."""
+        self._callers.who(context, *ROLES)
+        return self._loop.inspect(lambda node: _prefixes(node.state, request.limit or PREFIX_ROWS))
+
+    @typed
+    def Leases(self, request: pb.LeasesRequest, context: grpc.ServicerContext) -> pb.LeasesReply:  # noqa: ARG002
+        """Every ticket that pins pages."""
+        self._callers.who(context, *ROLES)
+        return self._loop.inspect(lambda node: _leases(node.state))
+
+
+def _status(node: Node) -> pb.StatusReply:
+    state = node.state
+    reply = pb.StatusReply(
+        counters=state.counters,
+        ledger_ok=all(ledger_holds(pool) for group in state.groups.values() for pool in group.pools.values()),
+    )
+    for engine in state.all_engines():
+        reply.engines.add(
+            engine=engine.name,
+            group=engine.group,
+            epoch=engine.epoch,
+            state=_engine_state(engine),
+            ranks_attached=len(engine.attaches),
+            requests=len(engine.requests),
+        )
+    return reply
+
+
+def _engine_state(engine: Engine) -> str:
+    if engine.suspect:
+        return "suspect"
+    return "attached" if len(engine.attaches) == engine.ranks else "registered"
+
+
+def _pool(group: Group, pool: Pool) -> pb.PoolStatus:
+    account = pool.account()
+    unit = pool.unit_bytes * pool.ranks
+    slab = unit * pool.units_per_slab
+    return pb.PoolStatus(
+        pool=pool.name,
+        tier=pool.tier,
+        ranks=pool.ranks,
+        capacity_bytes=pool.capacity_bytes,
+        free_bytes=account[PageState.FREE],
+        reserved_bytes=account[PageState.RESERVED],
+        filling_bytes=account[PageState.FILLING],
+        ready_bytes=account[PageState.READY],
+        draining_bytes=account[PageState.DRAINING],
+        quarantined_bytes=account[PageState.QUARANTINED],
+        pinned_bytes=_pinned_units(group, pool) * unit,
+        reclaimable_bytes=reclaimable_slabs(group, pool) * slab,
+        promised_bytes=pool.promised_slabs * slab,
+        pages_by_class={
+            name: space.pages - space.counts[PageState.FREE] for name, space in pool.spaces.items()
+        },
+    )
+
+
+def _pages_in(chain: Chain, pool: Pool, page_class: int, tier: int) -> bool:
+    return (tier == DEVICE or chain.has_host(page_class)) and chain.pool(page_class, tier) is pool
+
+
+def _pinned_units(group: Group, pool: Pool) -> int:
+    """Units of pages whose span somebody holds."""
+    units = 0
+    for chain in group.chains:
+        held = chain.table.live & (chain.table.pins > 0)
+        for c, page_class in enumerate(chain.spec.classes):
+            for tier in (DEVICE, HOST):
+                if _pages_in(chain, pool, c, tier):
+                    pages = chain.table.pages[c, tier, held]
+                    units += int((pages != NO_PAGE).sum()) * pool.spaces[page_class.name].units
+    return units
+
+
+def _map(node: Node, name: str) -> pb.MapReply:
+    for group in node.state.groups.values():
+        if name in group.pools:
+            return _map_pool(group, group.pools[name])
+    known = sorted(pool for group in node.state.groups.values() for pool in group.pools)
+    raise InvalidArgument(f"no pool {name!r}; this node has {', '.join(known)}")
+
+
+def _map_pool(group: Group, pool: Pool) -> pb.MapReply:
+    states = np.zeros(pool.capacity_units, np.uint8)
+    classes = np.full(pool.capacity_units, UNASSIGNED, np.uint8)
+    pins = np.zeros(pool.capacity_units, np.uint32)
+    names = list(pool.spaces)
+    for number, space in enumerate(pool.spaces.values()):
+        taken = np.flatnonzero(space.state != PageState.FREE)
+        units = (taken[:, None] * space.units + np.arange(space.units)).ravel()
+        states[units] = np.repeat(space.state[taken], space.units)
+        classes[units] = number
+    for chain in group.chains:
+        for c, page_class in enumerate(chain.spec.classes):
+            for tier in (DEVICE, HOST):
+                if not _pages_in(chain, pool, c, tier):
+                    continue
+                width = pool.spaces[page_class.name].units
+                for row in np.flatnonzero(chain.table.live & (chain.table.pins > 0)).tolist():
+                    pages = chain.table.page_list(c, tier, row)
+                    pins[(pages[:, None] * width + np.arange(width)).ravel()] = chain.table.pins[row]
+    return pb.MapReply(
+        pool=pool.name, states=states.tobytes(), classes=classes.tobytes(), class_names=names, pins=pack_u32(pins)
+    )
+
+
+def _requests(node: Node) -> pb.RequestsReply:
+    reply = pb.RequestsReply()
+    for engine in node.state.all_engines():
+        for request in engine.requests.values():
+            part = request.chains[0]
+            absent = [
+                row for row in part.rows if (part.chain.table.copies[:, DEVICE, row] == CopyState.ABSENT).any()
+            ]
+            reply.requests.add(
+                engine=engine.name,
+                request_id=request.request_id,
+                state=request.phase.value,
+                session_id=request.session_id,
+                prompt_tokens=request.prompt_tokens,
+                cached_tokens=request.cached_tokens,
+                committed_tokens=request.committed_tokens,
+                fenced_tokens=request.fenced_tokens,
+                spans=len(part.rows),
+                host_only_spans=len(absent),
+            )
+    return reply
+
+
+def _prefixes(state: State, limit: int) -> pb.PrefixesReply:
+    rows: list[pb.PrefixStatus] = []
+    spans = tokens = 0
+    for group in state.groups.values():
+        for chain in group.chains:
+            table = chain.table
+            published = np.flatnonzero(table.live & table.published)
+            spans += len(published)
+            tokens += int(table.valid[published].sum()) * group.spec.page_rows
+            leaves = published[table.children[published] == 0]
+            newest = leaves[np.argsort(-table.last_used[leaves], kind="stable")][:limit]
+            rows.extend(_prefix(state, group, chain, row) for row in newest.tolist())
+    rows.sort(key=lambda row: row.idle_ns)
+    return pb.PrefixesReply(prefixes=rows[:limit], spans=spans, tokens=tokens)
+
+
+def _prefix(state: State, group: Group, chain: Chain, leaf: int) -> pb.PrefixStatus:
+    table = chain.table
+    path = [leaf]
+    while (parent := int(table.parent[path[-1]])) != NO_SPAN:
+        path.append(parent)
+    tokens = table.valid[path] * group.spec.page_rows
+    on_device = (table.copies[:, DEVICE, path] != CopyState.ABSENT).all(axis=0)
+    on_host = (table.copies[:, HOST, path] == CopyState.READY).any(axis=0)
+    return pb.PrefixStatus(
+        group=group.spec.name,
+        chain=chain.spec.name,
+        key=table.keys[leaf][-group.key_bytes :].hex(),
+        tokens=int(tokens.sum()),
+        device_tokens=int(tokens[on_device].sum()),
+        host_tokens=int(tokens[on_host].sum()),
+        pins=int(table.pins[leaf]),
+        idle_ns=max(time.monotonic_ns() - int(table.last_used[leaf]), 0),
+    )
+
+
+def _leases(state: State) -> pb.LeasesReply:
+    now = time.monotonic_ns()
+    return pb.LeasesReply(
+        leases=[
+            pb.LeaseStatus(
+                lease_id=ticket.ticket_id,
+                kind="ticket",
+                holder="peer" if ticket.holder else "",
+                request_id=ticket.request_id,
+                tokens=ticket.committed_tokens,
+                expires_in_ns=max(ticket.expires_ns - now, 0),
+            )
+            for ticket in state.tickets.values()
+        ]
+    )

@@ -1,0 +1,56 @@
+"""Who calls: the session token of a gRPC call, and what its role may do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import grpc
+
+from kvmanager.attach import ClientIdentity
+from kvmanager.errors import KVError, Unauthorized
+from kvmanager.wire import abort_with
+
+TOKEN_KEY = "kvmanager-token"
+Reply = TypeVar("Reply")
+
+
+class Identities(Protocol):
+    """Knows the tokens given out."""
+
+    def identity_of(self, token: str) -> ClientIdentity:
+        """Raises Unauthorized or Suspect."""
+        ...
+
+
+class Callers:
+    """Checks tokens and roles."""
+
+    def __init__(self, identities: Identities) -> None:
+        self._identities = identities
+
+    def who(self, context: grpc.ServicerContext, *roles: str) -> ClientIdentity:
+        """The caller. Raises Unauthorized without a valid token, or with a role not among `roles`."""
+        token = dict(context.invocation_metadata()).get(TOKEN_KEY)
+        if not isinstance(token, str):
+            raise Unauthorized(f"no {TOKEN_KEY!r} in the call's metadata; attach on the node's attach socket first")
+        identity = self._identities.identity_of(token)
+        if identity.role not in roles:
+            raise Unauthorized(f"role {identity.role!r} may not make this call; it is for {', '.join(roles)}")
+        return identity
+
+
+def typed(
+    method: Callable[[Any, Any, grpc.ServicerContext], Reply],
+) -> Callable[[Any, Any, grpc.ServicerContext], Reply]:
+    """A unary method whose KVErrors become gRPC statuses with details."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, request: Any, context: grpc.ServicerContext) -> Reply:
+        try:
+            return method(self, request, context)
+        except KVError as error:
+            abort_with(context, error)
+
+    return wrapped

@@ -1,0 +1,266 @@
+"""The daemon: one process that decides. It copies nothing and holds no CUDA context.
+
+    python -m kvmanager.daemon --config FILE [--keeper-fd N]
+
+Exit codes: 0 after SIGTERM, 78 for a configuration that can't be used, 77 after a broken invariant
+(the keeper restarts it), 1 for anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvmanager.admin_service import AdminService
+from kvmanager.allocators.backing import available_host_bytes
+from kvmanager.attach import AttachServer, ClientIdentity
+from kvmanager.callers import Callers
+from kvmanager.config import NodeConfig
+from kvmanager.core.events import AbandonTicket, Drain, Effect, Notified, StartPull, SubmitPlan
+from kvmanager.core.node import Node
+from kvmanager.deposits import KeeperLink
+from kvmanager.engine_service import MESSAGE_BYTES, EngineService, Gate, WorkerService
+from kvmanager.errors import ConfigError, DaemonError, KVError, NotReady
+from kvmanager.groups import core_limits, plan_memory
+from kvmanager.handoff import Handoffs
+from kvmanager.loop import OwnerLoop
+from kvmanager.membership import Membership
+from kvmanager.memory import NodeRegions
+from kvmanager.movers import Mover
+from kvmanager.peer_service import PeerService
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
+from kvmanager.runtime_dir import GRPC_SOCKET, make_private_dir
+from kvmanager.sessions import SessionHub
+
+EXIT_FAILED = 1
+EXIT_INVARIANT = 77
+EXIT_CONFIG = 78
+STREAM_THREADS = 64
+"""Concurrent calls; each open session holds one."""
+DRAIN_S = 10.0
+_log = logging.getLogger("kvmanager.daemon")
+
+
+class Daemon:
+    """Everything of one node, wired together. `start`, then `wait`, then `stop`."""
+
+    def __init__(self, config: NodeConfig, keeper: KeeperLink | None) -> None:
+        """Makes the memory. Raises ConfigError when it does not fit."""
+        config.check_memory(available_host_bytes())
+        make_private_dir(config.node.runtime_dir)
+        self._config = config
+        # Later boots are larger: a mover follows the newest daemon it has seen.
+        self._boot_id = time.time_ns()
+        plan = plan_memory(config)
+        self._regions = NodeRegions(plan, keeper)
+        # Plan ids are new over all boots, since a mover outlives a daemon.
+        self._node = Node(list(plan.groups), core_limits(config), first_plan_id=self._boot_id)
+        self._over = threading.Event()
+        self._failure: BaseException | None = None
+        self._state = "starting"
+        self._hub = SessionHub(self._boot_id)
+        self._gate = Gate()
+        self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail)
+        self._membership = Membership(self._loop.post, self._rank_ended)
+        self._handoffs = Handoffs(
+            config.node.name,
+            {group.name: group for group in plan.groups},
+            config.mover.staging_bytes,
+            config.mover.chunk_bytes,
+            self._loop.post,
+        )
+        self._mover = Mover(
+            config.node.runtime_dir,
+            config.node.device,
+            self._boot_id,
+            self._regions,
+            self._loop.post,
+            self._handoffs.pull_ended,
+        )
+        self._handoffs.use(self._mover)
+        self._attach, self._server, self._health = self._make_servers()
+
+    def _make_servers(self) -> tuple[AttachServer, grpc.Server, health.HealthServicer]:
+        runtime_dir = self._config.node.runtime_dir
+        socket_path = runtime_dir / GRPC_SOCKET
+        attach_server = AttachServer(
+            runtime_dir,
+            trust_uids=self._config.node.trust_uids,
+            boot_id=self._boot_id,
+            grpc_path=socket_path,
+            on_attach=self._on_attach,
+            on_disconnect=self._membership.disconnected,
+            on_exit=self._membership.exited,
+            fds_for=lambda token, attach_id: self._workers.fds_for(token, attach_id),
+            on_failure=self._fail,
+        )
+        callers = Callers(attach_server)
+        self._workers = WorkerService(
+            self._boot_id, self._loop, self._node, callers, self._membership, self._regions
+        )
+        engines = EngineService(
+            self._boot_id, self._loop, self._node, callers, self._membership, self._hub, self._gate
+        )
+        peers = PeerService(
+            self._boot_id, str(runtime_dir), self._loop, self._node, callers, self._membership, self._mover
+        )
+        admin = AdminService(
+            self._boot_id, self._config.node.name, self._loop, callers, self._mover, lambda: self._state
+        )
+        server = grpc.server(
+            ThreadPoolExecutor(max_workers=STREAM_THREADS, thread_name_prefix="grpc"),
+            options=[
+                ("grpc.max_receive_message_length", MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        pb_grpc.add_EngineServicer_to_server(engines, server)
+        pb_grpc.add_WorkerServicer_to_server(self._workers, server)
+        pb_grpc.add_PeerServicer_to_server(peers, server)
+        pb_grpc.add_AdminServicer_to_server(admin, server)
+        health_servicer = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+        services = [service.full_name for service in pb.DESCRIPTOR.services_by_name.values()]
+        reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        socket_path.unlink(missing_ok=True)
+        if server.add_insecure_port(f"unix:{socket_path}") == 0:
+            raise ConfigError(f"can't listen on {socket_path}; choose another runtime_dir")
+        return attach_server, server, health_servicer
+
+    def start(self) -> None:
+        """Connects the mover, then lets clients in. Raises NotReady when the mover does not come up."""
+        self._loop.start()
+        self._mover.connect()
+        self._server.start()
+        self._state = "serving"
+        self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._attach.start()
+        _log.info("node %s serves %s", self._config.node.name, self._config.node.runtime_dir)
+
+    def wait(self) -> BaseException | None:
+        """Returns when the node shall stop, with the failure that ended it, if one did."""
+        self._over.wait()
+        return self._failure
+
+    def request_stop(self) -> None:
+        """Asks for an orderly stop; safe in a signal handler."""
+        self._over.set()
+
+    def stop(self) -> None:
+        """Drains for at most DRAIN_S, then closes everything."""
+        if self._failure is None:
+            self._drain()
+        self._hub.end_all()
+        self._server.stop(grace=1.0).wait()
+        self._attach.close()
+        self._handoffs.close()
+        self._mover.close()
+        if self._failure is None:
+            self._loop.stop()
+        self._regions.close()
+
+    def _drain(self) -> None:
+        self._state = "draining"
+        self._gate.close()
+        self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._loop.post(Drain("the node was told to stop"))
+        deadline = time.monotonic() + DRAIN_S
+        while time.monotonic() < deadline:
+            if not self._loop.inspect(lambda node: any(e.requests for e in node.state.all_engines())):
+                return
+            time.sleep(0.05)
+        _log.warning("requests were still running after %s s", DRAIN_S)
+
+    # ------------------------------------------------------------------------------ callbacks
+
+    def _perform(self, effect: Effect) -> None:
+        """Effects of the core, in the core's thread."""
+        match effect:
+            case SubmitPlan():
+                self._mover.submit(effect.plan)
+            case StartPull():
+                self._handoffs.start(effect)
+            case AbandonTicket():
+                self._handoffs.abandon(effect.ticket)
+            case Notified():
+                self._hub.notify(effect)
+            case _:
+                raise AssertionError(f"unhandled effect {effect!r}")
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._over.set()
+
+    def _on_attach(self, identity: ClientIdentity) -> None:
+        if self._state == "draining" and identity.role != "operator":
+            raise NotReady("the node drains; attach to another")
+
+    def _rank_ended(self, attach_id: int) -> None:
+        self._regions.unbind(attach_id)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a daemon; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="kvmanager.daemon", description="The control plane of one node.")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--keeper-fd", type=int, help="socket to the keeper that holds the memory's descriptors")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=os.environ.get("KVMANAGER_LOG", "INFO"), format="%(asctime)s %(name)s %(message)s")
+    if not __debug__:
+        _log.critical("assertions are off (python -O): a broken invariant would serve wrong KV; start without -O")
+        return EXIT_FAILED
+    keeper = KeeperLink(options.keeper_fd) if options.keeper_fd is not None else None
+    try:
+        _forget_old_memory(keeper)
+        daemon = Daemon(NodeConfig.from_file(options.config), keeper)
+    except ConfigError as error:
+        _log.critical("%s", error)
+        return EXIT_CONFIG
+    return _serve(daemon)
+
+
+def _forget_old_memory(keeper: KeeperLink | None) -> None:
+    """Without a journal nothing says what old memory holds, so a new daemon starts cold and says so."""
+    if keeper is None:
+        return
+    held = keeper.reclaim()
+    for deposit in held:
+        os.close(deposit.fd)
+        keeper.forget(deposit.name)
+    if held:
+        _log.warning("the daemon before this one ended unexpectedly: cold start, its cache is lost")
+
+
+def _serve(daemon: Daemon) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: daemon.request_stop())
+    try:
+        daemon.start()
+    except (KVError, DaemonError) as error:
+        _log.critical("%s", error)
+        daemon.stop()
+        return EXIT_FAILED
+    failure = daemon.wait()
+    daemon.stop()
+    if failure is None:
+        return 0
+    _log.critical("stopped after a failure: %r", failure)
+    return EXIT_INVARIANT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The node's memory at run time: the regions' descriptors and the timeline words."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+
+from kvmanager.allocators.backing import create_memfd, map_fd
+from kvmanager.deposits import KeeperLink
+from kvmanager.errors import LimitExceeded, UnknownLease
+from kvmanager.groups import TIMELINE_REGION, TIMELINE_WORDS, NodeMemory
+from kvmanager.wire import RegionInfo
+
+
+class NodeRegions:
+    """Makes every region of a plan, keeps its fd, and leaves a second one with the keeper."""
+
+    def __init__(self, plan: NodeMemory, keeper: KeeperLink | None) -> None:
+        """Raises ConfigError when memory can't be reserved; what was made until then is closed."""
+        self.plan = plan
+        self._fds: dict[int, int] = {}
+        try:
+            for region in plan.regions:
+                fd = create_memfd(f"kvmanager:{region.pool}:{region.rank}", region.size_bytes)
+                self._fds[region.region_id] = fd
+                if keeper is not None:
+                    keeper.deposit(f"region-{region.region_id}", region.size_bytes, fd)
+        except BaseException:
+            self.close()
+            raise
+        timelines = plan.region(TIMELINE_REGION)
+        self._words = map_fd(self._fds[TIMELINE_REGION], timelines.size_bytes).view(np.uint64)
+        self._attached: dict[int, int] = {}
+        self._next_word = 0
+        self._lock = threading.Lock()
+
+    def fd(self, region_id: int) -> int:
+        """The region's descriptor; it stays ours."""
+        return self._fds[region_id]
+
+    def region(self, region_id: int) -> RegionInfo:
+        """The region's description."""
+        return self.plan.region(region_id)
+
+    def new_word(self) -> int:
+        """A timeline word that nobody ever used: a dead writer can't raise its successor's. Raises LimitExceeded."""
+        with self._lock:
+            if self._next_word == TIMELINE_WORDS:
+                raise LimitExceeded(f"{TIMELINE_WORDS} ranks attached since the node started; restart the node")
+            self._next_word += 1
+            return self._next_word - 1
+
+    def bind(self, attach_id: int, word: int) -> None:
+        """From now on `read` reports this attach's word."""
+        with self._lock:
+            self._attached[attach_id] = word
+
+    def unbind(self, attach_id: int) -> None:
+        """Stops reporting an attach that ended. Raises UnknownLease when there is none."""
+        with self._lock:
+            if self._attached.pop(attach_id, None) is None:
+                raise UnknownLease(f"attach {attach_id} is unknown or has ended")
+
+    def read(self) -> dict[int, int]:
+        """Attach id -> value of its timeline word."""
+        with self._lock:
+            return {attach_id: int(self._words[word]) for attach_id, word in self._attached.items()}
+
+    def close(self) -> None:
+        """Closes our descriptors; the keeper's and the clients' keep the memory."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()

@@ -1,0 +1,82 @@
+"""Session streams: replies and notices on their way to each engine."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from kvmanager.core.events import Notified, StepDone
+from kvmanager.core.node import Node
+from kvmanager.errors import KVError
+from kvmanager.messages import notice_message, step_reply
+from kvmanager.protos import kvmanager_pb2 as pb
+
+EngineKey = tuple[str, int]
+Outgoing = pb.StepReply | KVError | None
+"""A reply, the error that ends the stream, or its end."""
+
+
+class SessionStream:
+    """One open stream: a queue that its gRPC thread drains."""
+
+    def __init__(self, key: EngineKey) -> None:
+        self.key = key
+        self.outgoing: queue.SimpleQueue[Outgoing] = queue.SimpleQueue()
+
+    def end(self, error: KVError | None = None) -> None:
+        """Ends the stream, with an error or without."""
+        self.outgoing.put(error)
+
+
+class SessionHub:
+    """The newest stream of each engine epoch. `answer` and `notify` run in the core's thread."""
+
+    def __init__(self, boot_id: int) -> None:
+        self._boot_id = boot_id
+        self._streams: dict[EngineKey, SessionStream] = {}
+        self._lock = threading.Lock()
+
+    def open(self, key: EngineKey) -> SessionStream:
+        """A new stream; an older one of the same epoch ends."""
+        stream = SessionStream(key)
+        with self._lock:
+            older = self._streams.get(key)
+            self._streams[key] = stream
+        if older is not None:
+            older.end()
+        return stream
+
+    def closed(self, stream: SessionStream) -> None:
+        """The stream is over."""
+        with self._lock:
+            if self._streams.get(stream.key) is stream:
+                del self._streams[stream.key]
+
+    def answer(self, stream: SessionStream, node: Node) -> Callable[[StepDone | KVError], None]:
+        """What to do with the core's answer to a step: send it with the notices not seen yet, or end the stream."""
+
+        def deliver(answer: StepDone | KVError) -> None:
+            if isinstance(answer, KVError):
+                stream.end(answer)
+                return
+            engine = node.state.any_engine(*stream.key)
+            notices = list(engine.notices) if engine else []
+            stream.outgoing.put(step_reply(self._boot_id, answer, notices))
+
+        return deliver
+
+    def notify(self, effect: Notified) -> None:
+        """Pushes a notice on the engine's stream; without one it waits in the core."""
+        with self._lock:
+            stream = self._streams.get((effect.engine, effect.epoch))
+        if stream is not None:
+            message = pb.StepReply(boot_id=self._boot_id, notices=[notice_message(effect.notice)])
+            stream.outgoing.put(message)
+
+    def end_all(self) -> None:
+        """Ends every stream."""
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            stream.end()
