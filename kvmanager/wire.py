@@ -5,6 +5,7 @@ Whatever arrives is checked here, so that the code behind sees only values that 
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -29,6 +30,7 @@ I64Array = npt.NDArray[np.int64]
 NO_PAGE: Final = 0xFFFFFFFF
 """In u32 page arrays: no page in that tier."""
 ERROR_METADATA_KEY: Final = "kvmanager-error-bin"
+_STRUCT_CODES: Final = {"<u4": "I", "<u8": "Q", "<i8": "q"}
 _MESSAGE_CHARS: Final = 2000
 """Of an error's text in gRPC metadata, which peers limit to 8 KiB in all."""
 
@@ -66,18 +68,27 @@ def unpack_i64(data: bytes, field: str) -> I64Array:
 
 
 def _pack(values: npt.ArrayLike, kind: str) -> bytes:
-    if not isinstance(values, np.ndarray):
-        # numpy makes floats of a list that mixes small numbers with some beyond 2**63, as ids are.
-        values = np.array(values, dtype=object)
-    if values.size == 0:
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == np.dtype(kind):
+        return values.tobytes()
+    if isinstance(values, list | tuple):
+        return _pack_sequence(values, kind)
+    array = np.asarray(values)
+    if array.size == 0:
         return b""
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidArgument(f"can't pack {array.dtype} of shape {array.shape} as {kind}: whole numbers in one row")
     limits = np.iinfo(kind)
-    whole = values.dtype.kind in "iu" or all(isinstance(value, int | np.integer) for value in values.flat)
-    if values.ndim != 1 or not whole:
-        raise InvalidArgument(f"can't pack {values.dtype} of shape {values.shape} as {kind}: whole numbers in one row")
-    if int(values.min()) < limits.min or int(values.max()) > limits.max:
-        raise InvalidArgument(f"values {values.min()}..{values.max()} don't fit {kind} ({limits.min}..{limits.max})")
-    return values.astype(kind).tobytes()
+    if int(array.min()) < limits.min or int(array.max()) > limits.max:
+        raise InvalidArgument(f"values {array.min()}..{array.max()} don't fit {kind} ({limits.min}..{limits.max})")
+    return array.astype(kind).tobytes()
+
+
+def _pack_sequence(values: list[Any] | tuple[Any, ...], kind: str) -> bytes:
+    # Not through numpy: it makes floats of a list that mixes small numbers with some beyond 2**63, as ids are.
+    try:
+        return struct.pack(f"<{len(values)}{_STRUCT_CODES[kind]}", *values)
+    except struct.error as error:
+        raise InvalidArgument(f"can't pack {values[:8]}... as {kind}: {error}") from error
 
 
 def _unpack(data: bytes, kind: str, field: str) -> npt.NDArray[Any]:

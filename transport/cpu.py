@@ -110,6 +110,10 @@ class CpuExecutor:
         if active is not None and active.ended is None:
             active.ended = (Outcome.CANCELLED, None)
 
+    def __contains__(self, plan_id: int) -> bool:
+        """Whether the plan is outstanding."""
+        return plan_id in self._active
+
     def outstanding(self) -> list[int]:
         """See `Executor.outstanding`."""
         return list(self._active)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -99,6 +98,11 @@ def _tamed_config(bindings: Any) -> Iterator[None]:
         bindings.nixlAgentConfig = original
 
 
+def agent_name(name: str, incarnation: int) -> str:
+    """The name that an agent goes by: its process's incarnation is part of it."""
+    return f"{name}-{incarnation:016x}"
+
+
 @dataclass(frozen=True, slots=True)
 class ReadResult:
     """How a read ended; UNKNOWN_FATE is followed, perhaps, by the read's id in `NixlReader.settled`."""
@@ -122,18 +126,19 @@ class _Read:
 class NixlReader:
     """One NIXL agent that reads. `clock_ns` is monotonic; deadlines are points of it.
 
-    `name` gets a random tail: a peer must never take a successor for the process it knew.
+    `name` gets the process's incarnation as its tail: a peer must never take a successor for the one it knew.
     """
 
     def __init__(
         self,
         name: str,
+        incarnation: int,
         regions: RegionMap,
         settings: UcxSettings | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         api = load_nixl(settings or UcxSettings())
-        self.name = f"{name}-{secrets.token_hex(8)}"
+        self.name = agent_name(name, incarnation)
         self._regions = regions
         self._clock_ns = clock_ns
         self._bindings = importlib.import_module(f"{api.__package__}._bindings")
@@ -161,23 +166,36 @@ class NixlReader:
     # ----------------------------------------------------------------------------- memory and peers
 
     def register(self, region_id: int) -> None:
-        """Makes a whole region readable by peers and a target of reads; metadata taken before does not show it."""
+        """Makes a whole region readable by peers and a target of reads; metadata taken before does not show it.
+
+        Raises TransferFailed when NIXL can't register it.
+        """
         if region_id in self._registered:
             return
         array = self._regions[region_id]
-        self._registered[region_id] = self._agent.register_memory([(array.ctypes.data, len(array), 0, "")], "DRAM")
+        try:
+            registered = self._agent.register_memory([(array.ctypes.data, len(array), 0, "")], "DRAM")
+        except self._errors as error:
+            raise TransferFailed(f"NIXL can't register region {region_id}: {_text(error)}") from error
+        self._registered[region_id] = registered
 
     def metadata(self) -> bytes:
         """What a peer needs to read this agent's registered regions; opaque."""
         return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """Makes a peer known, or takes newer metadata of one. Raises TransferFailed for metadata that is not its."""
+        """Makes a peer known, or takes newer metadata of one.
+
+        Raises TransferFailed for metadata that is not its, PeerUnreachable when nobody answers there (UCX
+        connects at once to a peer that it knew before).
+        """
         if name == self.name or self._peers.get(name) == metadata:
             return
         try:
             found = self._agent.add_remote_agent(metadata)
         except self._errors as error:
+            if type(error).__name__ == "nixlBackendError":
+                raise PeerUnreachable(f"agent {name!r} does not answer: {_text(error)}") from error
             raise TransferFailed(f"metadata of agent {name!r} is not usable: {_text(error)}") from error
         found_name = found.decode() if isinstance(found, bytes) else found
         if found_name != name:
@@ -208,13 +226,17 @@ class NixlReader:
         Returns its id; every id gets exactly one `ReadResult`, whatever goes wrong on the way.
         Raises InvalidArgument, with nothing started, for arrays that don't match or leave the region.
         """
-        self._check(region_id, addresses, offsets, lengths)
+        self.check(region_id, addresses, offsets, lengths)
         read_id = self._next_id
         self._next_id += 1
         started = self._clock_ns()
         total = int(lengths.sum())
         if total == 0:
             self._ended.append(ReadResult(read_id, Outcome.DONE, 0, 0))
+            return read_id
+        if peer != self.name and peer not in self._peers:
+            gone = PeerUnreachable(f"agent {peer!r} was never added, or its connection broke since")
+            self._ended.append(ReadResult(read_id, Outcome.FAILED, 0, 0, gone))
             return read_id
         base = self._regions.address(region_id)
         remote, local, sizes = join_neighbours(
@@ -234,9 +256,12 @@ class NixlReader:
             self._see(read_id, read, state)
         return read_id
 
-    def _check(self, region_id: int, addresses: U64Array, offsets: U64Array, lengths: U64Array) -> None:
+    def check(self, region_id: int, addresses: U64Array, offsets: U64Array, lengths: U64Array) -> None:
+        """Raises InvalidArgument for reads that can't be: arrays that don't match, empty reads, bytes outside."""
         if not len(addresses) == len(offsets) == len(lengths):
             raise InvalidArgument(f"{len(addresses)} addresses, {len(offsets)} offsets, {len(lengths)} lengths")
+        if region_id not in self._registered:
+            raise InvalidArgument(f"region {region_id} is not registered with the agent")
         if len(lengths) == 0:
             return
         size = len(self._regions[region_id])
@@ -244,8 +269,6 @@ class NixlReader:
             raise InvalidArgument(f"a read leaves region {region_id} of {size} bytes")
         if not (lengths > 0).all():
             raise InvalidArgument("a read of 0 bytes among others: leave it out")
-        if region_id not in self._registered:
-            raise InvalidArgument(f"region {region_id} is not registered with the agent")
 
     def _descs(self, addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Any:
         rows = np.zeros((len(addresses), 3), dtype=np.uint64)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import secrets
 import time
 
 import numpy as np
@@ -39,7 +40,7 @@ def reader(memory):
         for name in ("UCX_TLS", "UCX_NET_DEVICES", "NIXL_LOG_LEVEL"):
             patch.setenv(name, "")
         patch.setenv("NIXL_LOG_LEVEL", "WARN")
-        reader = NixlReader("conformance", memory)
+        reader = NixlReader("conformance", secrets.randbits(64), memory)
     for region in (*SOURCES, *TARGETS):
         reader.register(region)
     yield reader

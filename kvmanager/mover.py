@@ -1,0 +1,284 @@
+"""The mover: the process that moves bytes for one device, on the daemon's orders.
+
+    python -m kvmanager.mover --runtime-dir DIR --device cpu [--parent-fd N]
+
+It holds no policy and no tables: regions arrive as fds, plans and pulls as data, and each ends in one
+Completion. It outlives the daemon: what it was told goes on, its completions are kept, and the next
+daemon that lists gets them (`kvmanager.moverlink` describes the conversation). Only the connection with
+the newest boot id is served, and only the mover's own uid may connect.
+
+It stops on SIGTERM, and when its parent is gone: what can end within `STOP_S` ends, the rest is
+cancelled or said to be of unknown fate. Its end is the fence for its reads in flight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from kvmanager.allocators.backing import check_sealed, map_fd
+from kvmanager.errors import ConfigError, Draining, InvalidArgument, KVError, NotReady
+from kvmanager.moverendpoint import MoverEndpoint
+from kvmanager.moverlink import mover_socket
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.runtime_dir import make_private_dir
+from kvmanager.transport.cpu import CpuExecutor
+from kvmanager.transport.executor import Completion, Outcome, RegionMap
+from kvmanager.transport.nixl import NixlReader, UcxSettings, agent_name
+from kvmanager.transport.pulls import PullChunk, PullPipeline, PullRequest
+from kvmanager.wire import (
+    RegionInfo,
+    RegionKind,
+    error_to_proto,
+    pack_u64,
+    plan_from_proto,
+    region_from_proto,
+    unpack_u64,
+)
+
+STOP_S: Final = 3.0
+_log = logging.getLogger("kvmanager.mover")
+
+
+class Mover:
+    """One mover process. `run` owns the thread; nothing here is called from another."""
+
+    def __init__(self, runtime_dir: Path, device: str, ucx: UcxSettings) -> None:
+        if device != "cpu":
+            raise ConfigError(f"this version has no mover for device {device!r}; use cpu")
+        make_private_dir(runtime_dir)
+        self.incarnation = secrets.randbits(64)
+        self._device = device
+        self._ucx = ucx
+        self._selector = selectors.DefaultSelector()
+        self._endpoint = MoverEndpoint(
+            mover_socket(runtime_dir, device), self.incarnation, self._selector, self._handle
+        )
+        self._regions = RegionMap()
+        self._region_infos: dict[int, tuple[RegionInfo, tuple[int, int]]] = {}  # id -> (info, (device, inode))
+        self._executor = CpuExecutor(self._regions)
+        self._reader: NixlReader | None = None
+        self._pulls: PullPipeline | None = None
+        self._stop_at_s: float | None = None
+
+    # ------------------------------------------------------------------------------------ the loop
+
+    def watch_parent(self, fd: int) -> None:
+        """Stops the mover when `fd` (a pidfd, or the read end of a pipe) becomes readable."""
+        self._selector.register(fd, selectors.EVENT_READ, partial(self._parent_gone, fd))
+
+    def wake_on(self, sock: socket.socket) -> None:
+        """Ends the loop's sleep when `sock` becomes readable (signals write to its other end)."""
+        self._selector.register(sock, selectors.EVENT_READ, lambda: sock.recv(4096))
+
+    def _parent_gone(self, fd: int) -> None:
+        _log.warning("the parent is gone: stopping")
+        self._selector.unregister(fd)
+        self.stop()
+
+    def stop(self) -> None:
+        """Takes no new work; `run` returns when all is ended, after `STOP_S` at the latest."""
+        if self._stop_at_s is None:
+            self._stop_at_s = time.monotonic() + STOP_S
+
+    def run(self) -> None:
+        """Serves until `stop`."""
+        while self._stop_at_s is None or (self._outstanding() and time.monotonic() < self._stop_at_s):
+            for key, _ in self._selector.select(self._wait_s()):
+                key.data()
+            self._complete(self._executor.poll())
+            if self._pulls is not None:
+                self._complete(self._pulls.poll())
+        self._executor.close()
+        self._complete(self._executor.poll())
+        if self._pulls is not None:
+            self._complete(self._pulls.abandon())
+        self._endpoint.close()
+
+    def _wait_s(self) -> float | None:
+        """Nothing outstanding: sleep until somebody writes. Otherwise as long as the work allows."""
+        if self._executor.outstanding():
+            return 0.0
+        wait = None if self._pulls is None else self._pulls.next_poll_s()
+        return wait if self._stop_at_s is None else min(0.05, wait if wait is not None else 0.05)
+
+    def _complete(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            self._endpoint.complete(_completion_to_proto(completion))
+
+    def _outstanding(self) -> list[int]:
+        return self._executor.outstanding() + ([] if self._pulls is None else self._pulls.outstanding())
+
+    # ------------------------------------------------------------------------------------ commands
+
+    def _handle(self, command: pb.MoverCommand, fds: tuple[int, ...]) -> list[pb.MoverEvent]:
+        """Obeys a command; the answers that it has at once. Raises a KVError for one that breaks a rule."""
+        what = command.WhichOneof("what")
+        if what == "hello":
+            return [pb.MoverEvent(welcome=pb.Welcome(pid=os.getpid(), device=self._device))]
+        if what == "add_region":
+            return [pb.MoverEvent(region_added=self._add_region(command.add_region, fds))]
+        if what == "list_outstanding":
+            return [pb.MoverEvent(outstanding=pb.Outstanding(plan_ids=pack_u64(self._outstanding())))]
+        if what == "start_agent":
+            return [pb.MoverEvent(agent_started=self._start_agent())]
+        if what == "submit":
+            self._submit(command.submit)
+        elif what == "pull":
+            self._pull(command.pull)
+        elif what == "cancel":
+            self._cancel(command.cancel)
+        else:
+            raise InvalidArgument("a MoverCommand without a command that this version knows")
+        return []
+
+    def _add_region(self, message: pb.AddRegion, fds: tuple[int, ...]) -> pb.RegionAdded:
+        """Maps a region. One that is there already must be the same memory."""
+        info = region_from_proto(message.region)
+        if len(fds) != 1:
+            raise InvalidArgument(f"region {info.region_id} came with {len(fds)} fds, one is needed")
+        check_sealed(fds[0], info.size_bytes)
+        status = os.fstat(fds[0])
+        inode = (status.st_dev, status.st_ino)
+        if info.region_id not in self._region_infos:
+            if info.kind is RegionKind.STAGING and self._staging() is not None:
+                raise InvalidArgument(f"region {info.region_id}: this mover has its staging region {self._staging()}")
+            self._regions.add(info.region_id, map_fd(fds[0], info.size_bytes))
+            self._region_infos[info.region_id] = (info, inode)
+            if self._reader is not None and info.kind is not RegionKind.TIMELINE:
+                self._reader.register(info.region_id)
+        else:
+            known, known_inode = self._region_infos[info.region_id]
+            if (known.kind, known_inode) != (info.kind, inode):
+                raise InvalidArgument(f"region {info.region_id} is other memory here: ids are never used twice")
+        return pb.RegionAdded(region_id=info.region_id, base_address=self._regions.address(info.region_id))
+
+    def _staging(self) -> int | None:
+        return next((i for i, (info, _) in self._region_infos.items() if info.kind is RegionKind.STAGING), None)
+
+    def _new_id(self, plan_id: int) -> None:
+        if plan_id in self._executor or (self._pulls is not None and plan_id in self._pulls):
+            raise InvalidArgument(f"plan {plan_id} is outstanding already: ids are never used twice")
+
+    def _refuse(self, plan_id: int, error: KVError) -> None:
+        self._complete([Completion(plan_id, Outcome.FAILED, 0, 0, error)])
+
+    def _submit(self, message: pb.Plan) -> None:
+        self._new_id(message.plan_id)
+        try:
+            if self._stop_at_s is not None:
+                raise Draining(f"plan {message.plan_id}: this mover is stopping")
+            self._executor.submit(plan_from_proto(message))
+        except KVError as error:
+            self._refuse(message.plan_id, error)
+
+    def _pull(self, message: pb.Pull) -> None:
+        self._new_id(message.pull_id)
+        try:
+            if self._stop_at_s is not None:
+                raise Draining(f"pull {message.pull_id}: this mover is stopping")
+            self._pipeline().submit(_pull_from_proto(message))
+        except KVError as error:
+            self._refuse(message.pull_id, error)
+
+    def _cancel(self, plan_id: int) -> None:
+        self._executor.cancel(plan_id)
+        if self._pulls is not None:
+            self._pulls.cancel(plan_id)
+
+    # --------------------------------------------------------------------------------------- NIXL
+
+    def _start_agent(self) -> pb.AgentStarted:
+        try:
+            agent = self._agent()
+            return pb.AgentStarted(agent_name=agent.name, agent_metadata=agent.metadata())
+        except KVError as error:
+            return pb.AgentStarted(error=error_to_proto(error))
+
+    def _agent(self) -> NixlReader:
+        if self._reader is None:
+            reader = NixlReader(f"kvmanager-{self._device}", self.incarnation, self._regions, self._ucx)
+            for region_id, (info, _) in self._region_infos.items():
+                if info.kind is not RegionKind.TIMELINE:
+                    reader.register(region_id)
+            self._reader = reader
+        return self._reader
+
+    def _pipeline(self) -> PullPipeline:
+        if self._pulls is None:
+            staging = self._staging()
+            if staging is None:
+                raise NotReady("this mover has no STAGING region to pull into: add one first")
+            self._pulls = PullPipeline(self._agent(), self._regions, staging)
+        return self._pulls
+
+
+def _completion_to_proto(completion: Completion) -> pb.Completion:
+    return pb.Completion(
+        plan_id=completion.plan_id,
+        outcome=pb.Completion.Outcome.Value(completion.outcome.value),
+        moved_bytes=completion.moved_bytes,
+        busy_ns=completion.busy_ns,
+        error=None if completion.error is None else error_to_proto(completion.error),
+    )
+
+
+def _pull_from_proto(message: pb.Pull) -> PullRequest:
+    if not message.agent_name.endswith(agent_name("", message.peer_incarnation)):
+        raise InvalidArgument(f"agent {message.agent_name!r} is not of incarnation {message.peer_incarnation:016x}")
+    chunks = tuple(
+        PullChunk(
+            unpack_u64(chunk.remote_addresses, "PullChunk.remote_addresses"),
+            unpack_u64(chunk.staging_offsets, "PullChunk.staging_offsets"),
+            unpack_u64(chunk.lengths, "PullChunk.lengths"),
+            plan_from_proto(chunk.placement),
+        )
+        for chunk in message.chunks
+    )
+    return PullRequest(message.pull_id, message.agent_name, message.agent_metadata, chunks, message.deadline_ns)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The process: serves until SIGTERM, SIGINT or its parent's end. 0, or 78 for a configuration it can't use."""
+    parser = argparse.ArgumentParser(prog="kvmanager.mover", description="moves KV bytes for one device")
+    parser.add_argument("--runtime-dir", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--parent-fd", type=int, help="becomes readable when the parent is gone; default: its pidfd")
+    parser.add_argument("--ucx-transports", default=UcxSettings().transports)
+    parser.add_argument("--ucx-devices", default=UcxSettings().net_devices)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s mover %(levelname)s %(message)s")
+    try:
+        mover = Mover(options.runtime_dir, options.device, UcxSettings(options.ucx_transports, options.ucx_devices))
+    except ConfigError as error:
+        print(f"kvmanager mover: {error}", file=sys.stderr)
+        return 78
+    if options.parent_fd is not None:
+        mover.watch_parent(options.parent_fd)
+    elif os.getppid() != 0:  # 0: the parent lives outside this container
+        mover.watch_parent(os.pidfd_open(os.getppid()))
+    wake_source, wake_target = socket.socketpair()
+    for end in (wake_source, wake_target):
+        end.setblocking(False)
+    signal.set_wakeup_fd(wake_source.fileno(), warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: mover.stop())
+    mover.wake_on(wake_target)
+    mover.run()
+    # Not through the interpreter's teardown: it would release transfers that may still be in flight.
+    logging.shutdown()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
