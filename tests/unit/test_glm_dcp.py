@@ -34,9 +34,7 @@ def model() -> Glm:
 
 def make_store(layout: KVLayout, interleave: int, span_pages: list[int]) -> tuple[DcpStore, list[np.ndarray]]:
     rng = np.random.default_rng(5)
-    memories = [
-        rng.integers(0, 256, layout.page_bytes * (max(span_pages) + 1), dtype=np.uint8) for _ in range(RANKS)
-    ]
+    memories = [rng.integers(0, 256, layout.page_bytes * (max(span_pages) + 1), dtype=np.uint8) for _ in range(RANKS)]
     store = DcpStore(memories, layout, ShardGeometry(RANKS, PAGE_ROWS, interleave))
     store.set_span_pages(np.array(span_pages))
     return store, memories

@@ -239,3 +239,42 @@ def test_rows_match_the_oracles_cache(calm: Comparison) -> None:
         rope = TINY.rope_dim
         torch.testing.assert_close(ours[:, :rope], halves_to_pairs(expected[:, :rope]), atol=1e-4, rtol=0)
         torch.testing.assert_close(ours[:, rope:], expected[:, rope:], atol=1e-4, rtol=0)
+
+
+def test_first_drafts_match_the_oracles_decoder_layer() -> None:
+    """The oracle has no MTP layer, but one is an ordinary decoder layer between two norms and a projection."""
+    weights = make_weights(TINY, 1, Profile.CALM)
+    tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
+    longer = dataclasses.replace(TINY, layers=TINY.layers + 1)
+    oracle = GlmMoeDsaForCausalLM(oracle_config(longer)).eval()
+    loaded = oracle.load_state_dict(tensors, strict=False)
+    assert not loaded.missing_keys
+    base = f"model.layers.{TINY.mtp_layer}."
+    assert len(loaded.unexpected_keys) == 4
+
+    model = Glm(TINY, weights, torch.float64, ExactCodec(torch.float64))
+    store = ContiguousStore(TINY.format, model.codec)
+    tokens, positions = torch.tensor(prompt_of(1)), torch.arange(PROMPT_TOKENS)
+    hidden = model.forward(tokens, positions, store)
+    following = torch.tensor(model.greedy(hidden))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], tensors[base + name], TINY.rms_eps)
+
+    embedded = tensors["model.embed_tokens.weight"][following].clone()
+    embedded[0] = 0
+    both = torch.cat((norm(embedded, "enorm.weight"), norm(hidden.float(), "hnorm.weight")), dim=-1)
+    x = (both @ tensors[base + "eh_proj.weight"].T).unsqueeze(0)
+    mask = torch.full((PROMPT_TOKENS, PROMPT_TOKENS), torch.finfo(torch.float32).min).triu(1)[None, None]
+    with torch.no_grad():
+        rope = oracle.model.rotary_emb(x, position_ids=positions.unsqueeze(0))
+        out, _ = oracle.model.layers[-1](x, attention_mask=mask, position_embeddings=rope)
+    logits = norm(out[0], "shared_head.norm.weight") @ tensors["lm_head.weight"].T
+    margins = logits.topk(2).values
+    clear = (margins[:, 0] - margins[:, 1]) > 0.02
+
+    model.mtp_rows(following, hidden, positions, store)
+    checked = [i for i in range(PROMPT_TOKENS) if clear[i] and (i % 8 == 0 or i > PROMPT_TOKENS - 9)]
+    assert len(checked) > 20
+    for i in checked:
+        assert model.draft(store, int(following[i]), hidden[i], i, 1) == [int(logits[i].argmax())], f"position {i}"
