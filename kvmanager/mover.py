@@ -7,7 +7,8 @@ Completion. It outlives the daemon: what it was told goes on, its completions ar
 daemon that lists gets them (`kvmanager.moverlink` describes the conversation). Only the connection with
 the newest boot id is served, and only the mover's own uid may connect.
 
-It stops on SIGTERM, and when its parent is gone: what can end within `STOP_S` ends, the rest is
+It stops on SIGTERM, when its parent is gone, and when a region that it has comes again as other memory (the
+daemon started from nothing): what can end within `STOP_S` ends, the rest is
 cancelled or said to be of unknown fate. Its end is the fence for its reads in flight.
 """
 
@@ -143,7 +144,7 @@ class Mover:
         return []
 
     def _add_region(self, message: pb.AddRegion, fds: tuple[int, ...]) -> pb.RegionAdded:
-        """Maps a region. One that is there already must be the same memory."""
+        """Maps a region. One that is there already must be the same memory; otherwise the mover stops."""
         info = region_from_proto(message.region)
         if len(fds) != 1:
             raise InvalidArgument(f"region {info.region_id} came with {len(fds)} fds, one is needed")
@@ -160,7 +161,9 @@ class Mover:
         else:
             known, known_inode = self._region_infos[info.region_id]
             if (known.kind, known_inode) != (info.kind, inode):
-                raise InvalidArgument(f"region {info.region_id} is other memory here: ids are never used twice")
+                # The daemon made the node's memory anew. Nothing held here is of use, and only our end frees it.
+                self.stop()
+                raise InvalidArgument(f"region {info.region_id} is other memory here: this mover stops")
         return pb.RegionAdded(region_id=info.region_id, base_address=self._regions.address(info.region_id))
 
     def _staging(self) -> int | None:

@@ -426,7 +426,13 @@ def test_pulls_permute_dcp8_pages_into_sequential_ones(tmp_path, transports):
 
 def test_pulls_that_make_no_sense_fail_before_a_byte_moves(tmp_path):
     with two_movers(tmp_path) as (source, target, _):
-        good = lambda pull_id: source.pull(pull_id, target.places(0, seed=1), [0])  # noqa: E731
+        model = source.pull(0, target.places(0, seed=1), [0])
+
+        def good(pull_id):
+            pull = pb.Pull.FromString(model.SerializeToString())
+            pull.pull_id = pull_id
+            return pull
+
         pulls = {name: good(number) for number, name in enumerate(_BAD_PULLS, start=1)}
         for name, (change, _) in _BAD_PULLS.items():
             change(pulls[name])
@@ -587,6 +593,19 @@ def test_sigterm_ends_what_is_outstanding_and_takes_the_socket_away(tmp_path):
         assert process.wait(WAIT_S) == 0
         assert not path.exists()
         client.close()
+
+
+def test_a_mover_whose_memory_was_made_anew_stops(tmp_path):
+    with running(tmp_path / "node") as (process, path):
+        old = Client(path, boot_id=1)
+        old.add(1, MIB)
+        new = Client(path, boot_id=2)
+        with pytest.raises(PeerUnreachable):
+            new.add(1, MIB)
+        assert process.wait(WAIT_S) == 0
+        assert not path.exists()
+        old.close()
+        new.close()
 
 
 def test_a_second_mover_of_a_device_is_refused_and_a_dead_ones_socket_is_not(tmp_path):
