@@ -229,12 +229,12 @@ def _prefixes(state: State, limit: int) -> pb.PrefixesReply:
             tokens += int(table.valid[published].sum()) * group.spec.page_rows
             leaves = published[table.children[published] == 0]
             newest = leaves[np.argsort(-table.last_used[leaves], kind="stable")][:limit]
-            rows.extend(_prefix(state, group, chain, row) for row in newest.tolist())
+            rows.extend(_prefix(group, chain, row) for row in newest.tolist())
     rows.sort(key=lambda row: row.idle_ns)
     return pb.PrefixesReply(prefixes=rows[:limit], spans=spans, tokens=tokens)
 
 
-def _prefix(state: State, group: Group, chain: Chain, leaf: int) -> pb.PrefixStatus:
+def _prefix(group: Group, chain: Chain, leaf: int) -> pb.PrefixStatus:
     table = chain.table
     path = [leaf]
     while (parent := int(table.parent[path[-1]])) != NO_SPAN:

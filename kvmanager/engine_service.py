@@ -55,7 +55,14 @@ class EngineService(pb_grpc.EngineServicer):
     """Registration, sessions and lookups."""
 
     def __init__(
-        self, boot_id: int, loop: OwnerLoop, node: Node, callers: Callers, membership: Membership, hub: SessionHub, gate: Gate
+        self,
+        boot_id: int,
+        loop: OwnerLoop,
+        node: Node,
+        callers: Callers,
+        membership: Membership,
+        hub: SessionHub,
+        gate: Gate,
     ) -> None:
         self._boot_id = boot_id
         self._loop = loop
@@ -148,7 +155,9 @@ class EngineService(pb_grpc.EngineServicer):
 
     def _check_boot(self, message: pb.StepRequest | pb.LookupRequest) -> None:
         if message.boot_id != self._boot_id:
-            raise StaleBoot(f"boot id {message.boot_id} is not this daemon's ({self._boot_id}); attach and register again")
+            raise StaleBoot(
+                f"boot id {message.boot_id} is not this daemon's ({self._boot_id}); attach and register again"
+            )
 
     @typed
     def Lookup(self, request: pb.LookupRequest, context: grpc.ServicerContext) -> pb.LookupReply:

@@ -82,7 +82,9 @@ class PeerService(pb_grpc.PeerServicer):
         spec = self._node.state.groups[group].spec
         chain = spec.chains[0]
         if len(chain.classes) != 1:
-            raise LayoutMismatch(f"group {group} keeps its KV in {len(chain.classes)} page classes; export from a sharded group")
+            raise LayoutMismatch(
+                f"group {group} keeps its KV in {len(chain.classes)} page classes; export from a sharded group"
+            )
         page_class = chain.classes[0]
         addresses = self._mover.info.addresses
         reply = pb.AcceptReply(

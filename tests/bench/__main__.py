@@ -1,0 +1,41 @@
+"""Runs the benchmarks: `python -m tests.bench [--json FILE] [--gpu]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.bench import copy_figures, core_figures, wire_figures
+from tests.bench.figure import Figure
+
+SUITES: dict[str, Callable[[], Iterator[Figure]]] = {
+    "core": core_figures.figures,
+    "copies": copy_figures.figures,
+    "wire": wire_figures.figures,
+}
+
+
+def main() -> int:
+    """Prints a line a figure and writes them all to a JSON file."""
+    parser = argparse.ArgumentParser(prog="tests.bench", description=__doc__)
+    parser.add_argument("--json", type=Path, default=Path("build/bench.json"))
+    parser.add_argument("--gpu", action="store_true", help="the figures that need a GPU instead")
+    options = parser.parse_args()
+    if options.gpu:
+        print("no GPU figures yet: this version runs on the cpu device only", file=sys.stderr)
+        return 0
+    figures = []
+    for suite in SUITES.values():
+        for figure in suite():
+            print(figure.line(), flush=True)
+            figures.append(figure.as_dict())
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
