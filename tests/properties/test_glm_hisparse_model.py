@@ -18,6 +18,8 @@ from kvmanager.clients.glm.page_table import NO_PAGE
 from kvmanager.geometry import TokenOrder
 from kvmanager.layout import KVFormat, Section, indexer_layout, latent_layout
 
+torch.set_num_threads(1)  # small tensors: more threads only wait for each other on a busy machine
+
 B = 4
 FORMAT = KVFormat("small", ((0,), (1, 2)), latent_row_bytes=24, index_value_bytes=8, index_scale_bytes=4)
 LATENT = latent_layout(FORMAT, B)

@@ -9,6 +9,8 @@ import torch
 
 from kvmanager.clients.glm.codec import ExactCodec, Fp8Codec, power_of_two_scale
 
+torch.set_num_threads(1)  # small tensors: more threads only wait for each other on a busy machine
+
 ROWS = 4000
 
 

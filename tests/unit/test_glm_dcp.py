@@ -19,6 +19,8 @@ from kvmanager.errors import InvalidArgument
 from kvmanager.geometry import ShardGeometry
 from kvmanager.layout import KVLayout, Section, layer_major_layout, native_layout
 
+torch.set_num_threads(1)  # small tensors: more threads only wait for each other on a busy machine
+
 RANKS = 8
 PAGE_ROWS = 16
 LAYOUTS = {

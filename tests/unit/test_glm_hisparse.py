@@ -20,6 +20,8 @@ from kvmanager.errors import InvalidArgument, InvariantViolation, PoolExhausted
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.layout import indexer_layout, latent_layout
 
+torch.set_num_threads(1)  # small tensors: more threads only wait for each other on a busy machine
+
 B = 16
 HOT_ROWS = 128
 LATENT = latent_layout(TINY.format, B)

@@ -18,6 +18,8 @@ from kvmanager.clients.glm.store import ContiguousStore
 from kvmanager.clients.glm.weights import Profile, make_weights
 from kvmanager.layout import GLM53_TINY
 
+torch.set_num_threads(1)  # small tensors: more threads only wait for each other on a busy machine
+
 TOKENS = 200
 
 

@@ -21,6 +21,8 @@ from kvmanager.clients.glm.model import Glm
 from kvmanager.clients.glm.store import ContiguousStore
 from kvmanager.clients.glm.weights import Profile, Weights, make_weights
 
+torch.set_num_threads(1)  # small tensors: more threads only wait for each other on a busy machine
+
 PROMPT_TOKENS = 160
 OUTPUT_TOKENS = 12
 LEADERS = (0, 1, 2)
