@@ -78,7 +78,7 @@ def outstanding_promise(group: Group, request: Request) -> dict[str, int]:
         c = group.class_index(part.chain, group.spec.sparse.latent_class)
         rows = np.asarray(part.rows, np.int64)
         missing = rows[part.chain.table.copies[c, HOST, rows] == CopyState.ABSENT]
-        pages = sum(part.chain.spec.span_pages(part.chain.table.order(int(row))) for row in missing)
+        pages = int(part.chain.table.segments[missing].sum()) // part.chain.spec.ranks
         add(part.chain.spec.classes[c].host_pool, pages)
         if len(request.hot) == 0:
             add(part.chain.spec.classes[c].device_pool, group.spec.sparse.hot_slabs)
@@ -87,9 +87,7 @@ def outstanding_promise(group: Group, request: Request) -> dict[str, int]:
 
 def update_promise(state: State, request: Request) -> None:
     """Brings the pools' promised counts up to date with what the request holds now."""
-    engine = state.any_engine(request.engine, request.epoch)
-    assert engine is not None
-    group = state.groups[engine.group]
+    group = state.groups[request.group]
     for pool, slabs in request.promised.items():
         group.pools[pool].promised_slabs -= slabs
     request.promised = outstanding_promise(group, request)
@@ -131,20 +129,28 @@ def _check_pool(state: State, group: Group, pool: Pool, demand: Demand) -> None:
     )
 
 
+def promises_hold(group: Group) -> bool:
+    """Every pool could give now all that it promised."""
+    return all(
+        pool.promised_slabs <= pool.free_slabs
+        or pool.promised_slabs <= pool.free_slabs + reclaimable_slabs(group, pool)
+        for pool in group.pools.values()
+    )
+
+
 def _largest_holder(state: State, group: Group) -> str:
     """`engine/request (n spans)` of the request with the most spans in the group."""
     best, most = "", 0
-    for engine in state.all_engines():
-        if engine.group != group.spec.name:
-            continue
-        for request in engine.requests.values():
-            spans = sum(len(part.rows) for part in request.chains)
-            if spans > most:
-                best, most = f"{engine.name}/{request.request_id} ({spans} spans)", spans
+    for request in state.holders(group.spec.name):
+        spans = sum(len(part.rows) for part in request.chains)
+        if spans > most:
+            best, most = f"{request.engine}/{request.request_id} ({spans} spans)", spans
     return best
 
 
-def span_orders(chain: ChainSpec, start: int, imported_end: int, end: int, *, sparse: bool) -> list[tuple[int, TokenOrder]]:
+def span_orders(
+    chain: ChainSpec, start: int, imported_end: int, end: int, *, sparse: bool
+) -> list[tuple[int, TokenOrder]]:
     """(first token, order) of the new spans that cover positions [start, end).
 
     Positions below `imported_end` arrive by hand-off: they keep the source's order where a whole source span

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import PageState, Pool
+from kvmanager.core.request import Phase
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
-from kvmanager.core.state import CopyJob, State
+from kvmanager.core.state import CopyJob, FenceEntry, State
 from kvmanager.errors import InvariantViolation
 
 
@@ -29,44 +31,62 @@ def audit(state: State) -> None:
     for group in state.groups.values():
         owned = _owned_pages(state, group)
         for pool in group.pools.values():
-            _audit_pool(group, pool, owned.get(pool.name, {}))
+            _audit_pool(pool, owned.get(pool.name, {}))
         _audit_promises(state, group)
+        _audit_requests(state, group)
         for number, chain in enumerate(group.chains):
             _audit_spans(group, chain)
             _audit_index(group, chain)
             _audit_holders(state, group, number, chain)
 
 
+class _Owners:
+    """Pages that something owns: pool -> class -> page indexes, one entry an owner."""
+
+    def __init__(self) -> None:
+        self.by_pool: dict[str, dict[str, list[int]]] = {}
+
+    def add(self, pool: str, page_class: str, pages: npt.NDArray[np.int64]) -> None:
+        """One more owner of these pages."""
+        self.by_pool.setdefault(pool, {}).setdefault(page_class, []).extend(pages.tolist())
+
+
 def _owned_pages(state: State, group: Group) -> dict[str, dict[str, list[int]]]:
-    """Every page that something owns, by pool and class: copies of spans, hot buffers, draining and quarantined pages."""
-    owned: dict[str, dict[str, list[int]]] = {}
-
-    def own(pool: str, page_class: str, pages: list[int]) -> None:
-        owned.setdefault(pool, {}).setdefault(page_class, []).extend(pages)
-
+    """Owned pages by pool and class: copies of spans, hot buffers, draining and quarantined pages."""
+    owners = _Owners()
     for chain in group.chains:
-        for c, page_class in enumerate(chain.spec.classes):
-            for tier in (DEVICE, HOST) if chain.has_host(c) else (DEVICE,):
-                for row in chain.table:
-                    own(chain.pool(c, tier).name, page_class.name, chain.table.page_list(c, tier, row).tolist())
-    for engine in state.all_engines():
-        if engine.group != group.spec.name:
-            continue
-        for request in engine.requests.values():
-            if len(request.hot):
-                assert group.spec.sparse is not None
-                own(group.chains[0].pool(0, DEVICE).name, group.spec.sparse.hot_class, request.hot.tolist())
-        for entry in [*engine.fences, engine.covered]:
-            for pool, name, pages in entry.frees:
-                own(pool, name, pages.tolist())
+        _own_copies(owners, chain)
+    for request in state.holders(group.spec.name):
+        if len(request.hot):
+            assert group.spec.sparse is not None
+            owners.add(group.chains[0].pool(0, DEVICE).name, group.spec.sparse.hot_class, request.hot)
+    for entry in _entries(state, group):
+        for pool, name, pages in entry.frees:
+            owners.add(pool, name, pages)
     for name, pool, page_class_name, pages in state.quarantine:
         if name == group.spec.name:
-            own(pool, page_class_name, pages.tolist())
-    return owned
+            owners.add(pool, page_class_name, pages)
+            states = group.pools[pool].spaces[page_class_name].state[pages]
+            _check(bool((states == PageState.QUARANTINED).all()), f"{pool}: quarantined pages {pages} are in use")
+    return owners.by_pool
 
 
-def _audit_pool(group: Group, pool: Pool, owned: dict[str, list[int]]) -> None:
-    _check(ledger_holds(pool), f"{group.spec.name}/{pool.name}: states sum to {pool.account()} of {pool.capacity_bytes}")
+def _own_copies(owners: _Owners, chain: Chain) -> None:
+    rows = chain.table.rows()
+    for c, page_class in enumerate(chain.spec.classes):
+        for tier in (DEVICE, HOST) if chain.has_host(c) else (DEVICE,):
+            pages = chain.table.pages[c, tier, rows].ravel()
+            owners.add(chain.pool(c, tier).name, page_class.name, pages[pages != NO_PAGE])
+
+
+def _entries(state: State, group: Group) -> list[FenceEntry]:
+    """Everything that waits for a fence in the group."""
+    engines = [engine for engine in state.all_engines() if engine.group == group.spec.name]
+    return [entry for engine in engines for entry in [*engine.fences, engine.covered]]
+
+
+def _audit_pool(pool: Pool, owned: dict[str, list[int]]) -> None:
+    _check(ledger_holds(pool), f"{pool.name}: states sum to {pool.account()} of {pool.capacity_bytes}")
     for name, space in pool.spaces.items():
         pages = owned.get(name, [])
         twice = [page for page, count in Counter(pages).items() if count > 1]
@@ -85,12 +105,7 @@ def _audit_pool(group: Group, pool: Pool, owned: dict[str, list[int]]) -> None:
 
 def _audit_promises(state: State, group: Group) -> None:
     for pool in group.pools.values():
-        promised = sum(
-            request.promised.get(pool.name, 0)
-            for engine in state.all_engines()
-            if engine.group == group.spec.name
-            for request in engine.requests.values()
-        )
+        promised = sum(request.promised.get(pool.name, 0) for request in state.holders(group.spec.name))
         _check(promised == pool.promised_slabs, f"{pool.name}: promised {pool.promised_slabs}, requests say {promised}")
 
 
@@ -122,50 +137,69 @@ def _audit_index(group: Group, chain: Chain) -> None:
             _check(table.pins[row] > 0 or table.busy[row] > 0, f"{story}: neither findable nor held: a leak")
             _check(table.children[row] == 0, f"{story}: children below a span that can't be found")
             continue
-        first, last = (int(table.namespace[row]), table.keys[row][: group.key_bytes]), index.ends.get(
-            (int(table.namespace[row]), table.keys[row][-group.key_bytes :])
-        )
-        _check(row in index.heads.get(first, []), f"{story}: published but not among the heads")
+        namespace, keys = int(table.namespace[row]), table.keys[row]
+        found = index.heads.get((namespace, keys[: group.key_bytes]), [])
+        _check(found.count(row) == 1, f"{story}: published but not once among the heads")
+        last = index.ends.get((namespace, keys[-group.key_bytes :]))
         _check(not table.full(row) or last == row, f"{story}: full and published, but row {last} stands for its key")
+        absent = (table.copies[:, :, row] == CopyState.ABSENT).all(axis=1)
+        _check(not absent.any(), f"{story}: findable, but class {int(np.argmax(absent))} is nowhere")
         parent = int(table.parent[row])
         if parent == NO_SPAN:
             continue
         children[parent] += 1
         _check(bool(table.published[parent]) and table.full(parent), f"{story}: its parent {parent} can't be found")
         _check(table.last_used[parent] >= table.last_used[row], f"{story}: used later than its parent {parent}")
-        _check(table.pins[row] == 0 or table.pins[parent] > 0, f"{story}: pinned below an unpinned parent {parent}")
     for row in chain.table:
-        _check(children[row] == table.children[row], f"span {row}: {table.children[row]} children, found {children[row]}")
-    for rows in index.heads.values():
-        _check(all(table.live[r] and table.published[r] for r in rows), "the index names a span that is not published")
+        counted = int(table.children[row])
+        _check(children[row] == counted, f"span {row}: {counted} children, {children[row]} found")
+    named = [*(row for rows in index.heads.values() for row in rows), *index.ends.values()]
+    _check(bool((table.live & table.published)[named].all()), "the index names a span that is not published")
 
 
 def _audit_holders(state: State, group: Group, number: int, chain: Chain) -> None:
-    pins: Counter[int] = Counter()
-    busy: Counter[int] = Counter()
-    for engine in state.all_engines():
-        if engine.group != group.spec.name:
-            continue
-        for request in engine.requests.values():
-            part = request.chains[number]
-            pins.update(part.rows)
-            pins.update(part.anchors)
-            pins.update(row for chain_number, row in request.donors if chain_number == number)
-        for entry in [*engine.fences, engine.covered]:
-            for chain_number, rows in entry.unpins:
-                if chain_number == number:
-                    pins.update(rows)
-    for ticket in state.tickets.values():
-        for chain_number, rows in ticket.rows:
-            if ticket.group == group.spec.name and chain_number == number:
-                pins.update(rows)
-    for job in state.jobs.values():
-        if job.group == group.spec.name and job.chain == number:
-            busy.update(job.rows)
-            if isinstance(job, CopyJob):
-                busy.update(job.extra)
+    pins, busy = _pins(state, group, number), _busy(state, group, number)
     table = chain.table
     for row in table:
         _check(pins[row] == table.pins[row], f"span {row}: {table.pins[row]} pins, holders account for {pins[row]}")
         _check(busy[row] == table.busy[row], f"span {row}: busy {table.busy[row]}, plans account for {busy[row]}")
+        filling = (table.copies[:, HOST, row] == CopyState.FILLING).any()
+        _check(not filling or busy[row] > 0, f"span {row}: its host copy is being filled by nobody")
     _check(set(pins) | set(busy) <= set(table), f"held spans that do not exist: {(set(pins) | set(busy)) - set(table)}")
+
+
+def _pins(state: State, group: Group, number: int) -> Counter[int]:
+    """Pins by row, as requests, fence entries and tickets account for them."""
+    pins: Counter[int] = Counter()
+    for request in state.holders(group.spec.name):
+        pins.update(request.chains[number].rows)
+        pins.update(request.chains[number].anchors)
+        pins.update(row for chain_number, row in request.donors if chain_number == number)
+    held = [rows for entry in _entries(state, group) for rows in entry.unpins]
+    held += [rows for ticket in state.tickets.values() if ticket.group == group.spec.name for rows in ticket.rows]
+    for chain_number, some in held:
+        if chain_number == number:
+            pins.update(some)
+    return pins
+
+
+def _busy(state: State, group: Group, number: int) -> Counter[int]:
+    """Plans in flight by row."""
+    busy: Counter[int] = Counter()
+    for job in state.jobs.values():
+        if (job.group, job.chain) == (group.spec.name, number):
+            busy.update(job.rows)
+            if isinstance(job, CopyJob):
+                busy.update(job.extra)
+    return busy
+
+
+def _audit_requests(state: State, group: Group) -> None:
+    for request in state.holders(group.spec.name):
+        story = f"request {request.engine}/{request.epoch}/{request.request_id}"
+        _check(request.waiting_on <= set(state.jobs), f"{story} waits for plans {request.waiting_on} that have ended")
+        _check((request.phase is Phase.WAITING) == bool(request.waiting_on), f"{story} is {request.phase.value}")
+        _check(request.fenced_tokens <= request.committed_tokens, f"{story}: fenced beyond what it committed")
+        for part in request.chains:
+            firsts = part.chain.table.first_token[np.asarray(part.rows, np.int64)].tolist()
+            _check(firsts == sorted(set(firsts)), f"{story}: spans out of order, {firsts}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from kvmanager.core.events import AttachRank, DetachRank, EngineGone, RegisterEngine
 from kvmanager.core.fences import apply_entry, reached, resolve_fences
-from kvmanager.core.movement import drop_request
+from kvmanager.core.group import Group
+from kvmanager.core.lifecycle import drop_request
 from kvmanager.core.settle import settle_tail
+from kvmanager.core.spec import GroupSpec
 from kvmanager.core.state import Engine, FenceEntry, State
 from kvmanager.errors import InvalidArgument, LayoutMismatch, StaleEpoch
 
@@ -15,11 +17,33 @@ def register(state: State, event: RegisterEngine) -> Engine:
     group = state.groups.get(event.group)
     if group is None:
         raise InvalidArgument(f"no group {event.group!r} on this node; it has {sorted(state.groups)}")
+    _check_shape(event, group)
+    _check_layouts(event, group.spec)
+    _one_engine_a_group(state, event)
+    if event.key_bytes != group.key_bytes:
+        group.set_key_bytes(event.key_bytes)
+    old = state.engines.pop(event.engine, None)
+    if old is not None:
+        _retire(state, old)
+    engine = Engine(event.engine, state.next_epoch, event.group, state.namespace_id(event.namespace), event.ranks)
+    state.next_epoch += 1
+    state.engines[event.engine] = engine
+    return engine
+
+
+def _check_shape(event: RegisterEngine, group: Group) -> None:
     spec = group.spec
     if event.ranks != spec.ranks:
         raise InvalidArgument(f"engine {event.engine!r} has {event.ranks} ranks, group {spec.name!r} has {spec.ranks}")
     if event.key_tokens != spec.page_rows:
-        raise InvalidArgument(f"keys of {event.key_tokens} tokens; segments of group {spec.name!r} are {spec.page_rows}")
+        raise InvalidArgument(f"keys of {event.key_tokens} tokens; segments of {spec.name!r} have {spec.page_rows}")
+    if event.key_bytes not in (16, 32):
+        raise InvalidArgument(f"keys of {event.key_bytes} bytes; 16 and 32 are served")
+    if event.key_bytes != group.key_bytes and not group.empty:
+        raise InvalidArgument(f"group {spec.name!r} holds keys of {group.key_bytes} bytes, not {event.key_bytes}")
+
+
+def _check_layouts(event: RegisterEngine, spec: GroupSpec) -> None:
     ours = tuple(c.layout.fingerprint for chain in spec.chains for c in chain.classes)
     if event.layout_fingerprints != ours:
         names = [f"{c.name}={c.layout.fingerprint[:12]}" for chain in spec.chains for c in chain.classes]
@@ -28,20 +52,6 @@ def register(state: State, event: RegisterEngine) -> Engine:
             f"engine {event.engine!r} describes its pages as {theirs}, group {spec.name!r} ({spec.kv_format.name}) as "
             f"{names}; start both with the same format and page_rows"
         )
-    if event.key_bytes not in (16, 32):
-        raise InvalidArgument(f"keys of {event.key_bytes} bytes; 16 and 32 are served")
-    if event.key_bytes != group.key_bytes:
-        if not group.empty:
-            raise InvalidArgument(f"group {spec.name!r} holds keys of {group.key_bytes} bytes, not {event.key_bytes}")
-        group.set_key_bytes(event.key_bytes)
-    _one_engine_a_group(state, event)
-    old = state.engines.pop(event.engine, None)
-    if old is not None:
-        _retire(state, old)
-    engine = Engine(event.engine, state.next_epoch, event.group, state.namespace_id(event.namespace), event.ranks)
-    state.next_epoch += 1
-    state.engines[event.engine] = engine
-    return engine
 
 
 def _one_engine_a_group(state: State, event: RegisterEngine) -> None:
@@ -52,8 +62,7 @@ def _one_engine_a_group(state: State, event: RegisterEngine) -> None:
 
 def _retire(state: State, engine: Engine) -> None:
     engine.suspect = True
-    if engine.attaches or engine.requests:
-        state.retired[(engine.name, engine.epoch)] = engine
+    state.retired[(engine.name, engine.epoch)] = engine
     if not engine.attaches:
         engine_gone(state, EngineGone(engine.name, engine.epoch))
 
@@ -79,6 +88,7 @@ def detach(state: State, event: DetachRank) -> None:
             state.dead_attaches.add(event.attach_id)
             resolve_fences(state, engine)
             del engine.attaches[event.attach_id]
+            engine.ranks_lost += 1
             return
     raise InvalidArgument(f"no attach id {event.attach_id}")
 

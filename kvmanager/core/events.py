@@ -216,8 +216,8 @@ class Tick:
 
 
 Event = (
-    RegisterEngine | AttachRank | DetachRank | TimelinesRead | EngineSuspect | EngineResumed | EngineGone | MoverGone | Step
-    | PlanEnded
+    RegisterEngine | AttachRank | DetachRank | TimelinesRead | EngineSuspect | EngineResumed | EngineGone | MoverGone
+    | Step | PlanEnded
     | ExportRequestKV | RenewTickets | AcceptTicket | CheckTicket | ReleaseTicket | Drain | Tick
 )
 

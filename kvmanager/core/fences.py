@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvmanager.core.admission import update_promise
-from kvmanager.core.movement import drop_request
+from kvmanager.core.lifecycle import drop_request
 from kvmanager.core.settle import publish, settle_tail
 from kvmanager.core.state import Engine, FenceEntry, State
 
@@ -38,4 +38,4 @@ def apply_entry(state: State, engine: Engine, entry: FenceEntry, *, keep_commits
         group.chains[chain_number].unpin(rows)
     for pool, page_class, pages in entry.frees:
         group.pools[pool].give(page_class, pages)
-    group.host_blocked = False
+    group.unblock()

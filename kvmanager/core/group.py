@@ -85,8 +85,8 @@ class Chain:
 class Group:
     """The memory of one engine's ranks.
 
-    `writeback`: (chain, span row) of spans whose host copy is wanted, oldest first; entries may be out of date.
-    `host_blocked`: the host pool had no room; write-back waits until something was freed.
+    `writeback`: by chain, spans whose host copy is wanted, oldest first; entries may be out of date.
+    `blocked`: chains whose host pool had no room; their write-back waits until something may have been freed.
     `deficit_slabs`: device slabs that a refused request lacked; running sparse requests release towards it.
     """
 
@@ -98,8 +98,8 @@ class Group:
         }
         self.key_bytes = 0
         self.chains: list[Chain] = []
-        self.writeback: deque[tuple[int, int]] = deque()
-        self.host_blocked = False
+        self.writeback: list[deque[int]] = []
+        self.blocked: set[int] = set()
         self.deficit_slabs = 0
         self.set_key_bytes(16)
 
@@ -108,6 +108,11 @@ class Group:
         assert all(not chain.table.live.any() for chain in self.chains)
         self.key_bytes = key_bytes
         self.chains = [Chain(spec, self.pools, key_bytes) for spec in self.spec.chains]
+        self.writeback = [deque() for _ in self.chains]
+
+    def unblock(self) -> None:
+        """Something was freed or may be reclaimed now: write-back looks again."""
+        self.blocked.clear()
 
     @property
     def empty(self) -> bool:

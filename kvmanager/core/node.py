@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvmanager.core import engines, tickets
+from kvmanager.core.endings import plan_ended
 from kvmanager.core.events import (
     AcceptTicket,
     Attached,
@@ -30,10 +31,11 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.fences import resolve_fences
 from kvmanager.core.group import Group
-from kvmanager.core.movement import plan_ended, pump_writeback
+from kvmanager.core.spans import HOST
 from kvmanager.core.spec import GroupSpec, Limits
-from kvmanager.core.state import State
+from kvmanager.core.state import CopyJob, State
 from kvmanager.core.steps import step
+from kvmanager.core.writeback import pump_writeback
 from kvmanager.errors import KVError, TransferFailed
 
 
@@ -66,34 +68,42 @@ class Node:
         return effects if answer is None else [answer, *effects]
 
     def _handle(self, event: Event) -> Replied | None:
+        state = self.state
         match event:
             case Step():
-                return Replied(step(self.state, event))
+                return Replied(step(state, event))
             case RegisterEngine():
-                return Replied(Registered(engines.register(self.state, event).epoch))
+                return Replied(Registered(engines.register(state, event).epoch))
             case AttachRank():
-                return Replied(Attached(engines.attach(self.state, event)))
+                return Replied(Attached(engines.attach(state, event)))
             case EngineResumed():
-                engines.resume(self.state, event.engine, event.epoch)
-                return Replied(None)
-            case ExportRequestKV():
-                return Replied(tickets.export(self.state, event))
-            case AcceptTicket():
-                return Replied(tickets.accept(self.state, event))
-            case RenewTickets():
-                return Replied(tickets.renew(self.state, event))
-            case CheckTicket():
-                tickets.check(self.state, event)
-                return Replied(None)
-            case ReleaseTicket():
-                tickets.release(self.state, event)
+                engines.resume(state, event.engine, event.epoch)
                 return Replied(None)
             case DetachRank():
-                engines.detach(self.state, event)
+                engines.detach(state, event)
                 return Replied(None)
+            case ExportRequestKV() | AcceptTicket() | RenewTickets() | CheckTicket() | ReleaseTicket():
+                return self._ticket(event)
             case _:
                 self._note(event)
                 return None
+
+    def _ticket(
+        self, event: ExportRequestKV | AcceptTicket | RenewTickets | CheckTicket | ReleaseTicket
+    ) -> Replied:
+        state = self.state
+        match event:
+            case ExportRequestKV():
+                return Replied(tickets.export(state, event))
+            case AcceptTicket():
+                return Replied(tickets.accept(state, event))
+            case RenewTickets():
+                return Replied(tickets.renew(state, event))
+            case CheckTicket():
+                tickets.check(state, event)
+            case ReleaseTicket():
+                tickets.release(state, event)
+        return Replied(None)
 
     def _note(self, event: Event) -> None:
         """Events that nobody waits for an answer to."""
@@ -114,25 +124,32 @@ class Node:
             case Tick():
                 tickets.expire(self.state)
                 for group in self.state.groups.values():
-                    group.host_blocked = False
+                    group.unblock()
             case _:
                 raise AssertionError(f"unhandled event {event!r}")
 
     def _timelines(self, event: TimelinesRead) -> None:
         known = self.state.timelines
         for attach_id, value in event.values.items():
-            known[attach_id] = max(known.get(attach_id, 0), value)
+            if attach_id in known:
+                known[attach_id] = max(known[attach_id], value)
         for engine in self.state.all_engines():
             resolve_fences(self.state, engine)
 
     def _mover_gone(self) -> None:
         """The mover's process is dead: nothing it had in flight can land any more."""
         error = TransferFailed("the mover died; the copy did not complete")
-        for plan_id in list(self.state.jobs):
-            plan_ended(self.state, plan_id, CopyOutcome.FAILED, error)
+        jobs = list(self.state.jobs.items())
+        for plan_id, job in jobs:
+            plan_ended(self.state, plan_id, CopyOutcome.CANCELLED, error)
+            if isinstance(job, CopyJob) and job.target_tier == HOST:
+                # Nothing was wrong with these copies: they are wanted as before.
+                self.state.groups[job.group].writeback[job.chain].extend(job.rows)
         for group, pool, page_class, pages in self.state.quarantine:
             self.state.groups[group].pools[pool].give(page_class, pages)
         self.state.quarantine.clear()
+        for group_now in self.state.groups.values():
+            group_now.unblock()
 
     @property
     def fences_pending(self) -> bool:

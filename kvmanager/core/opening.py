@@ -9,7 +9,8 @@ import numpy as np
 from kvmanager.core.admission import Demands, check, device_slabs_free, growth_promise, span_orders, update_promise
 from kvmanager.core.events import AbandonTicket, Open, Opened, PullTarget, StartPull
 from kvmanager.core.group import Chain, Group
-from kvmanager.core.movement import copy_on_write, drop_request, onboard, onboard_in_flight, opened, span_rows
+from kvmanager.core.lifecycle import drop_request, opened
+from kvmanager.core.movement import copy_on_write, onboard, onboard_in_flight, span_rows
 from kvmanager.core.plans import Rows
 from kvmanager.core.prefix import Match
 from kvmanager.core.request import Phase, Request, RequestChain
@@ -22,10 +23,14 @@ from kvmanager.geometry import TokenOrder
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a request will consist of in one chain: what was found, and the spans to be added."""
+    """What a request will consist of in one chain: what was found, and the spans to be added.
+
+    imported: positions below arrive by hand-off, those from there on are written by the engine.
+    """
 
     match: Match
     new: list[tuple[int, TokenOrder]]
+    imported: int
 
 
 def open_request(state: State, engine: Engine, event: Open) -> Opened:
@@ -59,9 +64,8 @@ def _validate(state: State, engine: Engine, group: Group, event: Open) -> None:
     if event.prompt_tokens < 1:
         raise InvalidArgument("prompt_tokens must be at least 1")
     if not 0 <= event.growth_tokens <= state.limits.growth_cap_tokens:
-        raise InvalidArgument(
-            f"growth_tokens {event.growth_tokens} outside 0..{state.limits.growth_cap_tokens} (admission.growth_cap_tokens)"
-        )
+        cap = state.limits.growth_cap_tokens
+        raise InvalidArgument(f"growth_tokens {event.growth_tokens} outside 0..{cap} (admission.growth_cap_tokens)")
     wanted = event.prompt_tokens // group.spec.page_rows * group.key_bytes
     if len(event.keys) != wanted:
         raise InvalidArgument(
@@ -69,7 +73,7 @@ def _validate(state: State, engine: Engine, group: Group, event: Open) -> None:
             f"whole segment of {group.spec.page_rows} tokens makes {wanted}"
         )
     if event.ticket is not None and len(group.chains) > 1:
-        raise InvalidArgument(f"group {group.spec.name} has {len(group.chains)} chains; a hand-off serves groups of one")
+        raise InvalidArgument(f"group {group.spec.name} has {len(group.chains)} chains; a hand-off serves one")
     if event.ticket is not None and not 1 <= event.ticket.committed_tokens <= event.prompt_tokens:
         raise InvalidArgument(
             f"the ticket covers {event.ticket.committed_tokens} tokens of a prompt of {event.prompt_tokens}"
@@ -83,17 +87,17 @@ def _shapes(group: Group, event: Open, namespace: int) -> list[_Shape]:
     # At least the last token is computed, unless it arrives by hand-off.
     limit = max(imported, event.prompt_tokens - 1) // rows
     sparse = group.spec.sparse is not None
-    for chain in group.chains:
-        found = chain.index.match(event.keys, limit, namespace)
-        limit = found.segments + (0 if sparse or imported else found.donor_segments)
+    # Where bytes arrive by hand-off, a span is either found or pulled, as a whole.
+    ways = [chain.index.match_whole if sparse or imported else chain.index.match for chain in group.chains]
+    for way in ways:
+        found = way(event.keys, limit, namespace)
+        limit = found.segments + found.donor_segments
     shapes = []
-    for chain in group.chains:
-        match = chain.index.match(event.keys, limit, namespace)
-        if sparse or imported:
-            match = Match(match.spans, match.segments)
+    for chain, way in zip(group.chains, ways, strict=True):
+        match = way(event.keys, limit, namespace)
         start = match.segments * rows
         new = span_orders(chain.spec, start, imported, event.prompt_tokens, sparse=sparse)
-        shapes.append(_Shape(match, new))
+        shapes.append(_Shape(match, new, imported))
     return shapes
 
 
@@ -115,6 +119,7 @@ def _register(state: State, engine: Engine, group: Group, event: Open, shapes: l
     request = Request(
         engine.name,
         engine.epoch,
+        engine.group,
         engine.namespace,
         event.request_id,
         event.prompt_tokens,
@@ -125,8 +130,11 @@ def _register(state: State, engine: Engine, group: Group, event: Open, shapes: l
         capacity_tokens=event.prompt_tokens,
         cached_tokens=(first.segments + first.donor_segments) * group.spec.page_rows,
         donors=donors,
+        ranks_lost=engine.ranks_lost,
     )
-    request.committed_tokens = request.fenced_tokens = request.cached_tokens
+    request.committed_tokens = request.cached_tokens
+    # A donor's rows are copied by the worker before its first write: they are there once that is fenced.
+    request.fenced_tokens = first.segments * group.spec.page_rows
     engine.requests[event.request_id] = request
     return request
 
@@ -135,10 +143,10 @@ def _demands(group: Group, request: Request, shapes: list[_Shape]) -> Demands:
     demands = Demands()
     for chain, shape in zip(group.chains, shapes, strict=True):
         pages = sum(chain.spec.span_pages(order) for _, order in shape.new)
-        end = _end_token(chain, shape, request)
+        end = _end_token(chain, shape)
         for c, page_class in enumerate(chain.spec.classes):
             if group.spec.sparse is not None and page_class.name == group.spec.sparse.latent_class:
-                _demand_latents(group, chain, shape, request, demands)
+                _demand_latents(group, chain, shape, demands)
                 continue
             missing = sum(
                 chain.spec.span_pages(chain.table.order(row))
@@ -151,20 +159,20 @@ def _demands(group: Group, request: Request, shapes: list[_Shape]) -> Demands:
     return demands
 
 
-def _end_token(chain: Chain, shape: _Shape, request: Request) -> int:
+def _end_token(chain: Chain, shape: _Shape) -> int:
     if not shape.new:
         return shape.match.segments * chain.spec.page_rows
     first, order = shape.new[-1]
     return first + chain.spec.span_tokens(order)
 
 
-def _demand_latents(group: Group, chain: Chain, shape: _Shape, request: Request, demands: Demands) -> None:
+def _demand_latents(group: Group, chain: Chain, shape: _Shape, demands: Demands) -> None:
     """Sparse groups: the tail and a hot buffer in HBM, and a host page for every latent page that has none."""
     sparse = group.spec.sparse
     assert sparse is not None
     c = group.class_index(chain, sparse.latent_class)
     page_class = chain.spec.classes[c]
-    tail = _tail_start(group, chain, shape, request)
+    tail = _tail_start(group, chain, shape)
     resident = sum(chain.spec.span_pages(order) for _, order in shape.new[tail:])
     demands.add_now(page_class.device_pool, page_class.name, resident)
     demands.of(page_class.device_pool).later_slabs += sparse.hot_slabs
@@ -177,12 +185,12 @@ def _demand_latents(group: Group, chain: Chain, shape: _Shape, request: Request,
     demands.of(page_class.host_pool).later_slabs += host
 
 
-def _tail_start(group: Group, chain: Chain, shape: _Shape, request: Request) -> int:
-    """First of the new spans that must be resident."""
+def _tail_start(group: Group, chain: Chain, shape: _Shape) -> int:
+    """First of the new spans that must be resident: what the engine writes itself never starts on the host."""
     ends = [first + chain.spec.span_tokens(order) for first, order in shape.new]
     widths = [chain.spec.span_pages(order) for _, order in shape.new]
     assert group.spec.sparse is not None
-    return first_resident(ends, widths, request.prompt_tokens, group.spec.sparse.tail_pages)
+    return first_resident(ends, widths, shape.imported, group.spec.sparse.tail_pages)
 
 
 def _take_pages(state: State, group: Group, request: Request, shapes: list[_Shape]) -> None:
@@ -192,16 +200,18 @@ def _take_pages(state: State, group: Group, request: Request, shapes: list[_Shap
             part.chain.table.pin([row])
             part.rows.append(row)
         for c in range(len(part.chain.spec.classes)):
-            _take_class(state, group, request, part, c)
+            _take_class(state, group, request, part, c, shape)
 
 
-def _take_class(state: State, group: Group, request: Request, part: RequestChain, page_class: int) -> None:
+def _take_class(
+    state: State, group: Group, request: Request, part: RequestChain, page_class: int, shape: _Shape
+) -> None:
     """Device pages for the new spans of one class; latent pages of a sparse group partly on the host."""
     chain, name = part.chain, part.chain.spec.classes[page_class].name
     new = part.rows[part.shared :]
     host_rows: list[int] = []
     if group.spec.sparse is not None and name == group.spec.sparse.latent_class:
-        host_rows = _host_placed(group, request, part, page_class)
+        host_rows = _host_placed(group, request, part, page_class, shape)
     placed = [(DEVICE, [row for row in new if row not in set(host_rows)]), (HOST, host_rows)]
     for tier, rows in placed:
         if not rows:
@@ -226,7 +236,9 @@ def _take_class(state: State, group: Group, request: Request, part: RequestChain
         take_hot(state, group, request)
 
 
-def _host_placed(group: Group, request: Request, part: RequestChain, page_class: int) -> list[int]:
+def _host_placed(
+    group: Group, request: Request, part: RequestChain, page_class: int, shape: _Shape
+) -> list[int]:
     """New spans whose latent pages arrive on the host: what HBM can't hold, tail and hot buffer set aside.
 
     Heads stay resident: they survive longest, since release goes from the tail.
@@ -236,13 +248,12 @@ def _host_placed(group: Group, request: Request, part: RequestChain, page_class:
     chain = part.chain
     new = part.rows[part.shared :]
     widths = [chain.spec.span_pages(chain.table.order(row)) for row in new]
-    ends = [int(chain.table.first_token[row]) + chain.spec.span_tokens(chain.table.order(row)) for row in new]
-    tail = first_resident(ends, widths, request.prompt_tokens, sparse.tail_pages)
+    tail = _tail_start(group, chain, shape)
     pool = chain.pool(page_class, DEVICE)
     indexers = {c.name: sum(widths) for c in chain.spec.classes if c.name != sparse.latent_class}
-    others = sum(growth_promise(group, chain.spec, request.most_tokens - part.end_token).get(p, 0) for p in (pool.name,))
-    room = device_slabs_free(group, pool) - pool.promised_slabs - pool.slabs_needed(indexers) - sparse.hot_slabs - others
-    room -= sum(widths[tail:])
+    growth = growth_promise(group, chain.spec, request.most_tokens - part.end_token).get(pool.name, 0)
+    set_aside = pool.promised_slabs + pool.slabs_needed(indexers) + sparse.hot_slabs + growth + sum(widths[tail:])
+    room = device_slabs_free(group, pool) - set_aside
     placed = []
     for row, width in zip(new[:tail], widths[:tail], strict=True):
         if width <= room:

@@ -1,9 +1,9 @@
-"""Pools of pages and the account of every byte in them.
+r"""Pools of pages and the account of every byte in them.
 
 A page is always in exactly one state; the six states sum to the pool's capacity at every event:
 
     free -> reserved -> filling -> ready -> free
-                \\________ draining / quarantined ________/
+                \________ draining / quarantined ________/
 
 reserved: taken, nobody writes yet. filling: an engine or a copy may write. ready: holds committed
 content. draining: given up, but work issued earlier may still touch it. quarantined: a copy of unknown
@@ -63,10 +63,10 @@ class PageSpace:
         if len(pages) == 0:
             return
         wrong = self.state[pages] != source
-        assert not wrong.any(), (
-            f"{self.name}: page {int(pages[np.argmax(wrong)])} is {PageState(int(self.state[pages][np.argmax(wrong)])).name}, "
-            f"not {source.name}"
-        )
+        if wrong.any():
+            page = int(pages[np.argmax(wrong)])
+            found = PageState(int(self.state[page])).name
+            raise AssertionError(f"{self.name}: page {page} is {found}, not {source.name}")
         self.state[pages] = target
         assert int((self.state[pages] == target).sum()) == len(pages)
         self.counts[source] -= len(pages)

@@ -8,6 +8,7 @@ first key, a span that shares only its first segments with a prompt (reuse insid
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -22,6 +23,28 @@ class Match:
     segments: int
     donor: int = NO_SPAN
     donor_segments: int = 0
+
+
+@dataclass(frozen=True)
+class _Donor:
+    """A span whose first `common` segments go on at segment `at`."""
+
+    at: int
+    common: int
+    row: int
+
+
+_Paths = dict[int, tuple[int, int]]
+"""Boundary (in segments) -> the span that ends there, and where it starts."""
+
+
+def _path(paths: _Paths, at: int) -> tuple[int, ...]:
+    """The spans that lead to a boundary."""
+    rows = []
+    while at:
+        row, at = paths[at]
+        rows.append(row)
+    return tuple(reversed(rows))
 
 
 class PrefixIndex:
@@ -45,28 +68,43 @@ class PrefixIndex:
 
     def match(self, keys: bytes, segments: int, namespace: int = 0) -> Match:
         """The longest prefix of the first `segments` keys. Reads only; touches and pins nothing."""
+        paths, donor = self._walk(keys, segments, namespace)
+        if donor.at + donor.common > max(paths):
+            return Match(_path(paths, donor.at), donor.at, donor.row, donor.common)
+        return self._whole(paths)
+
+    def match_whole(self, keys: bytes, segments: int, namespace: int = 0) -> Match:
+        """The longest prefix that whole spans make up; as `match`, without a donor."""
+        return self._whole(self._walk(keys, segments, namespace)[0])
+
+    def _whole(self, paths: _Paths) -> Match:
+        return Match(_path(paths, max(paths)), max(paths))
+
+    def _walk(self, keys: bytes, segments: int, namespace: int) -> tuple[_Paths, _Donor]:
+        """Every boundary that whole spans reach, and the best donor.
+
+        Spans of several orders may cover the same tokens, so there can be more than one way on: boundaries are
+        looked at in ascending order, and each keeps the first way to it.
+        """
         width = self.key_bytes
         assert len(keys) >= segments * width
         table = self.table
-        found: list[int] = []
-        at = 0
-        while at < segments:
-            best, best_common = NO_SPAN, 0
+        paths: _Paths = {0: (NO_SPAN, 0)}
+        donor = _Donor(0, 0, NO_SPAN)
+        waiting = [0]
+        while waiting:
+            at = heappop(waiting)
+            if at >= segments:
+                break
             for row in self.heads.get((namespace, keys[at * width : (at + 1) * width]), ()):
                 common = self._common(row, keys, at, segments)
-                whole = table.full(row) and common == table.segments[row]
-                if whole:
-                    best, best_common = row, common
-                    break
-                if common > best_common:
-                    best, best_common = row, common
-            if best == NO_SPAN:
-                break
-            if not (table.full(best) and best_common == table.segments[best]):
-                return Match(tuple(found), at, best, best_common)
-            found.append(best)
-            at += best_common
-        return Match(tuple(found), at)
+                if common == table.segments[row]:
+                    if at + common not in paths:
+                        paths[at + common] = (row, at)
+                        heappush(waiting, at + common)
+                elif at + common >= donor.at + donor.common:
+                    donor = _Donor(at, common, row)
+        return paths, donor
 
     def _common(self, row: int, keys: bytes, at: int, segments: int) -> int:
         """Leading valid segments of the span that equal the prompt's from segment `at` on."""
@@ -94,6 +132,7 @@ class PrefixIndex:
         table.parent[row] = parent
         if parent != NO_SPAN:
             table.children[parent] += 1
+            table.last_used[row] = min(int(table.last_used[row]), int(table.last_used[parent]))
         self.heads.setdefault(self._first(row), []).append(row)
         if table.full(row):
             self.complete(row)
@@ -123,17 +162,24 @@ class PrefixIndex:
             del self.ends[last]
 
     def touch(self, rows: list[int], now: int) -> None:
-        """Marks spans as used; the caller names whole paths, so parents stay younger than children."""
-        self.table.last_used[np.asarray(rows, np.int64)] = now
+        """Marks spans as used, and all before them: a parent is never older than its child."""
+        table = self.table
+        named = np.asarray(rows, np.int64)
+        while len(named):
+            table.last_used[named] = now
+            parents = table.parent[named]
+            parents = parents[parents != NO_SPAN]
+            named = np.unique(parents[table.last_used[parents] < now])
 
     def descendants(self, row: int) -> list[int]:
         """Published spans below `row`, children before their parents (so they can be unpublished in order)."""
         table = self.table
-        below = [row]
-        found: list[int] = []
-        while below:
-            parents = np.asarray(below)
-            rows = np.flatnonzero(table.published & np.isin(table.parent, parents))
-            below = rows.tolist()
-            found.extend(below)
+        published = np.flatnonzero(table.published)
+        # A parent starts before its child, so one pass in token order meets every parent first.
+        below = {row}
+        found = []
+        for candidate in published[np.argsort(table.first_token[published], kind="stable")].tolist():
+            if int(table.parent[candidate]) in below:
+                below.add(candidate)
+                found.append(candidate)
         return found[::-1]

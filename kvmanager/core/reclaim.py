@@ -92,6 +92,8 @@ class Reclaimer:
 
         if fits():
             return True
+        if pool.slabs_needed(wants) > pool.free_slabs + reclaimable_slabs(self._group, pool):
+            return False  # forgetting all that may be forgotten would not help, so nothing is
         for chain in self._group.chains:
             if self._drop_clean(chain, pool, fits):
                 return True
@@ -130,16 +132,14 @@ class Reclaimer:
 
     def _leads_to(self, chain: Chain, wanted: BoolArray, rows: BoolArray) -> BoolArray:
         """`wanted` spans and the evictable spans below them."""
-        table = chain.table
-        marked = wanted.copy()
-        while True:
-            parents = table.parent[rows]
-            inherits = np.zeros(len(rows), bool)
-            inherits[rows] = (parents != NO_SPAN) & marked[parents]
-            grown = marked | inherits
-            if (grown == marked).all():
-                return marked
-            marked = grown
+        # Pointer doubling: `ahead[row]` is 1, 2, 4, ... steps towards the root; the last entry stands for "none".
+        none = len(rows)
+        ahead = np.append(np.where(chain.table.parent == NO_SPAN, none, chain.table.parent), none)
+        marked = np.append(wanted, False)
+        while (ahead != none).any():
+            marked |= marked[ahead]
+            ahead = ahead[ahead]
+        return marked[:none] & rows
 
     def evict(self, chain: Chain, row: int) -> None:
         """Forgets an idle leaf: all its copies on all shards together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -46,6 +47,13 @@ class RequestChain:
         last = self.rows[-1]
         return int(self.chain.table.first_token[last]) + self.chain.spec.span_tokens(self.chain.table.order(last))
 
+    def ordinal(self, row: int) -> int | None:
+        """The span's place in the chain; None when the request does not hold it."""
+        table = self.chain.table
+        first = table.first_token[row]
+        at = bisect_left(self.rows, first, key=lambda r: table.first_token[r])
+        return at if at < len(self.rows) and self.rows[at] == row else None
+
     def first_page(self, ordinal: int) -> int:
         """Page ordinal, within the request, of the first page of its `ordinal`-th span."""
         spec, table = self.chain.spec, self.chain.table
@@ -84,10 +92,12 @@ class Request:
     promised: pool -> slabs promised and not taken. waiting_on: plan ids. dirty: (chain, ordinal) of spans
     whose residency the worker has not been told. hot: hot-buffer pages. worker_plans: copies the worker runs before
     its first write. donors: (chain, row) that they read, one pin each until the first commit's fence.
+    ranks_lost: how many ranks its engine had lost when it was opened.
     """
 
     engine: str
     epoch: int
+    group: str
     namespace: int
     request_id: int
     prompt_tokens: int
@@ -106,6 +116,7 @@ class Request:
     hot: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
     worker_plans: tuple[CopyPlan, ...] = ()
     donors: list[tuple[int, int]] = field(default_factory=list)
+    ranks_lost: int = 0
 
     @property
     def most_tokens(self) -> int:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvmanager.core.admission import update_promise
 from kvmanager.core.events import HotGrant, ResidencyRows
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import PageState, Pool
+from kvmanager.core.reclaim import reclaimable_slabs
 from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, CopyState
 from kvmanager.core.state import Engine, State, concat
@@ -18,7 +20,7 @@ from kvmanager.errors import PoolExhausted
 
 
 def first_resident(ends: list[int], widths: list[int], sealed_tokens: int, tail_pages: int) -> int:
-    """Ordinal of the first span that must stay in HBM: the unsealed ones and at least the last `tail_pages` sealed pages.
+    """Ordinal of the first span that must stay in HBM: unsealed ones and at least the last `tail_pages` sealed pages.
 
     `ends[i]`: position after span i. A span is sealed when it ends at or before `sealed_tokens`.
     """
@@ -59,12 +61,16 @@ def release_under_pressure(state: State, engine: Engine, group: Group) -> list[H
     chain = group.chains[0]
     latent = group.class_index(chain, sparse.latent_class)
     pool = chain.pool(latent, DEVICE)
-    wanted = sparse.hot_slabs + group.deficit_slabs
+    wanted = max(sparse.hot_slabs, pool.promised_slabs) + group.deficit_slabs
     missing = wanted - pool.free_slabs - _draining(pool, sparse.latent_class)
+    if missing > 0:
+        missing -= reclaimable_slabs(group, pool)
     for request in sorted(engine.requests.values(), key=lambda r: -r.request_id):
         if missing <= 0 or request.phase is not Phase.RUNNING:
             continue
         missing -= _release_tail(state, engine, group, request, latent, missing, grants)
+    for grant in grants:
+        update_promise(state, engine.requests[grant.request_id])
     group.deficit_slabs = 0
     return grants
 
@@ -83,16 +89,30 @@ def _release_tail(
         if released >= missing:
             break
         row = part.rows[ordinal]
-        if not _may_release(part.chain, latent, row):
+        if not _may_release(part.chain, latent, row) or not _hot_for_all(state, engine, group, row, grants):
             continue
-        if len(request.hot) == 0:
-            try:
-                take_hot(state, group, request)
-            except PoolExhausted:
-                return released  # without a hot buffer nothing may be read from the host
-            grants.append(HotGrant(request.request_id, request.hot))
         released += _release(state, engine, group, latent, row)
     return released
+
+
+def _hot_for_all(state: State, engine: Engine, group: Group, row: int, grants: list[HotGrant]) -> bool:
+    """Every holder of the span has a hot buffer, or got one: without it nothing may be read from the host."""
+    holders = [r for r in state.holders(group.spec.name) if r.chains[0].ordinal(row) is not None]
+    if any((holder.engine, holder.epoch) != (engine.name, engine.epoch) for holder in holders):
+        return False  # another epoch's kernels may still read it, and its fences are not ours
+    for holder in holders:
+        if len(holder.hot) or holder.phase is Phase.CLOSING:
+            continue
+        try:
+            take_hot(state, group, holder)
+        except PoolExhausted:
+            return False
+        # A waiting request is told with its complete tables.
+        if holder.phase is Phase.RUNNING:
+            grants.append(HotGrant(holder.request_id, holder.hot))
+        else:
+            update_promise(state, holder)
+    return True
 
 
 def _resident_from(group: Group, request: Request, part: RequestChain) -> int:
@@ -118,8 +138,9 @@ def _release(state: State, engine: Engine, group: Group, latent: int, row: int) 
     pool.settle(name, pages, PageState.DRAINING)
     engine.covered.frees.append((pool.name, name, pages))
     for request in engine.requests.values():
-        if row in request.chains[0].rows:
-            request.dirty.add((0, request.chains[0].rows.index(row)))
+        ordinal = request.chains[0].ordinal(row)
+        if ordinal is not None:
+            request.dirty.add((0, ordinal))
     state.counters["spill"] += 1
     return len(pages)
 
@@ -134,11 +155,11 @@ def residency_rows(engine: Engine, group: Group) -> list[ResidencyRows]:
             continue
         changed = sorted(ordinal for chain, ordinal in request.dirty if chain == 0)
         request.dirty.clear()
-        rows.append(_rows_of(request, group, latent, changed))
+        rows.append(_rows_of(request, latent, changed))
     return rows
 
 
-def _rows_of(request: Request, group: Group, latent: int, changed: list[int]) -> ResidencyRows:
+def _rows_of(request: Request, latent: int, changed: list[int]) -> ResidencyRows:
     part = request.chains[0]
     spec, table = part.chain.spec, part.chain.table
     ordinals, device, host = [], [], []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvmanager.core.admission import promises_hold
+from kvmanager.core.group import Group
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Request, RequestChain
 from kvmanager.core.spans import DEVICE, NO_SPAN, CopyState
@@ -10,17 +12,13 @@ from kvmanager.core.state import State
 
 def publish(state: State, request: Request) -> None:
     """Publishes what is fenced of a request, span by span in token order."""
-    engine = state.any_engine(request.engine, request.epoch)
-    assert engine is not None
-    group = state.groups[engine.group]
+    group = state.groups[request.group]
     for number, part in enumerate(request.chains):
         while part.settled < len(part.rows) and _advance(state, request, part):
             row = part.rows[part.settled]
             part.settled += 1
             _settle_full(part, row)
-            group.writeback.append((number, row))
-        # Whole paths are touched together, so that a parent is never older than its child.
-        part.chain.index.touch([*part.rows[: part.settled + 1], *part.anchors], state.now)
+            group.writeback[number].append(row)
 
 
 def _advance(state: State, request: Request, part: RequestChain) -> bool:
@@ -35,23 +33,18 @@ def _advance(state: State, request: Request, part: RequestChain) -> bool:
     if valid > table.valid[row]:
         table.keys[row] = bytes(request.keys[first * width : (first + valid) * width])
         table.valid[row] = valid
-        _index(part, row, partial_reuse=state.groups[_group_of(state, request)].spec.sparse is None)
+        _index(state.groups[request.group], part, row)
     return table.full(row)
 
 
-def _group_of(state: State, request: Request) -> str:
-    engine = state.any_engine(request.engine, request.epoch)
-    assert engine is not None
-    return engine.group
-
-
-def _index(part: RequestChain, row: int, *, partial_reuse: bool) -> None:
+def _index(group: Group, part: RequestChain, row: int) -> None:
     """Makes the span findable below its canonical predecessor, unless an equal one is there already."""
     chain, table = part.chain, part.chain.table
     if part.settled > 0 and (part.anchor == NO_SPAN or not table.published[part.anchor]):
         return  # its predecessor left the index: what follows stays private
     if not table.full(row):
-        if partial_reuse and not table.published[row]:
+        # A sparse group shares whole spans only.
+        if group.spec.sparse is None and not table.published[row]:
             chain.index.publish(row, part.anchor)
         return
     twin = chain.index.canonical(row)
@@ -65,8 +58,13 @@ def _index(part: RequestChain, row: int, *, partial_reuse: bool) -> None:
     if table.published[row]:
         chain.index.unpublish(row)
     table.pin([twin])
-    part.anchors.append(twin)
-    part.anchor = twin
+    if promises_hold(group):
+        part.anchors.append(twin)
+        part.anchor = twin
+    else:
+        # The twin's pages were promised to somebody: it stays reclaimable, and what follows here private.
+        table.unpin([twin])
+        part.anchor = NO_SPAN
 
 
 def _settle_full(part: RequestChain, row: int) -> None:
@@ -79,11 +77,9 @@ def _settle_full(part: RequestChain, row: int) -> None:
 
 def settle_tail(state: State, request: Request) -> None:
     """At the end of a request: a published partial tail is ready as far as it is valid."""
-    engine = state.any_engine(request.engine, request.epoch)
-    assert engine is not None
-    group = state.groups[engine.group]
+    group = state.groups[request.group]
     for number, part in enumerate(request.chains):
         for row in part.rows[part.settled :]:
             if part.chain.table.published[row]:
                 _settle_full(part, row)
-                group.writeback.append((number, row))
+                group.writeback[number].append(row)

@@ -158,8 +158,7 @@ class SpanTable:
 
     def rows(self) -> npt.NDArray[np.int64]:
         """Live rows, ascending."""
-        rows: npt.NDArray[np.int64] = np.flatnonzero(self.live)
-        return rows
+        return np.arange(len(self.live), dtype=np.int64)[self.live]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.rows().tolist())

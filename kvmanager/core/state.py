@@ -56,7 +56,8 @@ class Engine:
     """One epoch of an engine.
 
     fences: entries in message order; timeline values rise, so the head decides. covered: what the next message's
-    fence will cover (work that the reply before it allowed). attaches: attach id -> rank.
+    fence will cover (work that the reply before it allowed). attaches: attach id -> rank. ranks_lost: ranks that
+    left so far; what a request opened before that is no longer believed to have been written everywhere.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Engine:
     namespace: int
     ranks: int
     attaches: dict[int, int] = field(default_factory=dict)
+    ranks_lost: int = 0
     suspect: bool = False
     requests: dict[int, Request] = field(default_factory=dict)
     last_number: int = 0
@@ -167,6 +169,16 @@ class State:
         if request is None:
             raise UnknownRequest(f"engine {engine.name!r} has no request {request_id}")
         return request
+
+    def engine_of(self, request: Request) -> Engine:
+        """The engine of a request, in whatever epoch."""
+        engine = self.any_engine(request.engine, request.epoch)
+        assert engine is not None
+        return engine
+
+    def holders(self, group: str) -> list[Request]:
+        """Every request of the group, of all engines and epochs."""
+        return [r for engine in self.all_engines() if engine.group == group for r in engine.requests.values()]
 
     def find(self, who: tuple[str, int, int]) -> Request | None:
         """A request by (engine, epoch, request id), None when it has ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvmanager.allocators.fixed import PageArray
-from kvmanager.core.admission import update_promise
+from kvmanager.core.admission import Demands, check, update_promise
 from kvmanager.core.events import (
     Close,
     Closing,
@@ -19,7 +19,7 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.fences import resolve_fences
 from kvmanager.core.group import Group
-from kvmanager.core.movement import drop_request
+from kvmanager.core.lifecycle import drop_request
 from kvmanager.core.opening import open_request
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Phase, Request, RequestChain
@@ -37,8 +37,9 @@ def step(state: State, event: Step) -> StepDone:
         return _stored(engine, event.number)
     if event.number != engine.last_number + 1:
         raise InvalidArgument(f"step {event.number} after {engine.last_number}: numbers rise by one")
-    if len(event.progress) > state.limits.requests_per_step:
-        raise LimitExceeded(f"{len(event.progress)} requests in a step; the limit is {state.limits.requests_per_step}")
+    named = max(len(event.progress), len(event.opens), len(event.closes))
+    if named > state.limits.requests_per_step:
+        raise LimitExceeded(f"{named} requests in a step; the limit is {state.limits.requests_per_step}")
     _check_fence(engine, event)
     while engine.notices and engine.notices[0].sequence <= event.notices_seen:
         engine.notices.popleft()
@@ -73,6 +74,7 @@ def _check_fence(engine: Engine, event: Step) -> None:
 
 def _apply(state: State, engine: Engine, event: Step) -> StepDone:
     group = state.groups[engine.group]
+    group.unblock()
     entry, engine.covered = engine.covered, FenceEntry({})
     entry.fence = dict(event.fence)
     grown: list[Grown] = []
@@ -112,7 +114,7 @@ def _progress(state: State, engine: Engine, group: Group, entry: FenceEntry, pro
     request = state.request(engine, progress.request_id)
     if request.phase is not Phase.RUNNING:
         raise InvalidArgument(f"request {progress.request_id} is {request.phase.value}; only a running one progresses")
-    _commit(group, entry, request, progress)
+    _commit(engine, group, entry, request, progress)
     if progress.rejected_tokens:
         state.counters["draft_truncation"] += 1
     capacity = max(progress.capacity_tokens, request.committed_tokens)
@@ -127,7 +129,7 @@ def _progress(state: State, engine: Engine, group: Group, entry: FenceEntry, pro
     return [Grown(request.request_id, runs, kept if kept is not None else len(request.chains[0].rows), error)]
 
 
-def _commit(group: Group, entry: FenceEntry, request: Request, progress: Progress) -> None:
+def _commit(engine: Engine, group: Group, entry: FenceEntry, request: Request, progress: Progress) -> None:
     """Notes what the engine says is final; it is believed once the message's fence has passed."""
     width = group.key_bytes
     end = min(part.end_token for part in request.chains)
@@ -149,7 +151,9 @@ def _commit(group: Group, entry: FenceEntry, request: Request, progress: Progres
     request.keys += progress.new_keys
     if progress.committed_tokens > request.committed_tokens:
         request.committed_tokens = progress.committed_tokens
-        entry.commits.append((request.request_id, progress.committed_tokens))
+        if request.ranks_lost == engine.ranks_lost:
+            entry.commits.append((request.request_id, progress.committed_tokens))
+        # Else some rank left since it was opened and may not have written its rows: nothing more is believed.
         _let_donors_go(entry, request)
 
 
@@ -170,13 +174,13 @@ def _resize(
         for number, part in enumerate(request.chains):
             _truncate(entry, number, part, capacity)
         kept = len(request.chains[0].rows)
-    elif any(part.end_token < capacity for part in request.chains):
+    if any(part.end_token < capacity for part in request.chains):
         firsts = [len(part.rows) for part in request.chains]
         try:
             for part in request.chains:
                 _grow(state, group, request, part, capacity)
         except PoolExhausted as error:
-            return None, firsts, error
+            return kept, firsts, error
     request.capacity_tokens = capacity
     return kept, firsts, None
 
@@ -205,6 +209,8 @@ def _grow(state: State, group: Group, request: Request, part: RequestChain, capa
     order = chain.spec.order if group.spec.sparse is None else SEQUENTIAL
     while part.end_token < capacity:
         first = part.end_token
+        if first >= request.most_tokens:
+            _ask_beyond_promise(state, group, request, part)
         taken: list[tuple[int, PageArray]] = []
         for c, page_class in enumerate(chain.spec.classes):
             pool = chain.pool(c, DEVICE)
@@ -226,6 +232,16 @@ def _grow(state: State, group: Group, request: Request, part: RequestChain, capa
         for c, pages in taken:
             chain.put(c, DEVICE, row, pages)
         part.rows.append(row)
+
+
+def _ask_beyond_promise(state: State, group: Group, request: Request, part: RequestChain) -> None:
+    """Raises PoolExhausted when a span past the declared growth would take what was promised to others."""
+    update_promise(state, request)
+    order = part.chain.spec.order if group.spec.sparse is None else SEQUENTIAL
+    demands = Demands()
+    for page_class in part.chain.spec.classes:
+        demands.add_now(page_class.device_pool, page_class.name, part.chain.spec.span_pages(order))
+    check(state, group, demands)
 
 
 def _close(state: State, engine: Engine, entry: FenceEntry, close: Close) -> None:

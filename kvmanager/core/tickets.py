@@ -14,9 +14,9 @@ from kvmanager.core.events import (
     TicketPages,
     TicketsRenewed,
 )
-from kvmanager.core.request import RequestChain
+from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.spans import DEVICE, CopyState
-from kvmanager.core.state import State, Ticket
+from kvmanager.core.state import Engine, State, Ticket
 from kvmanager.errors import InvalidArgument, LeaseExpired, NotReady, StalePage, UnknownLease
 
 
@@ -24,6 +24,9 @@ def export(state: State, event: ExportRequestKV) -> Exported:
     """A ticket on everything a request has committed; refused until the commit's fence has passed."""
     engine = state.engine(event.engine, event.epoch)
     request = state.request(engine, event.request_id)
+    _check_exportable(state, engine, request)
+    if event.ticket_id in state.tickets:
+        raise InvalidArgument(f"ticket {event.ticket_id} was given already")
     if request.committed_tokens < 1:
         raise InvalidArgument(f"request {event.request_id} has committed nothing")
     if request.fenced_tokens < request.committed_tokens:
@@ -31,8 +34,6 @@ def export(state: State, event: ExportRequestKV) -> Exported:
             f"request {event.request_id}: {request.fenced_tokens} of {request.committed_tokens} committed tokens are "
             "known to be written; ask again when the workers' timelines have passed the commit's fence"
         )
-    if len(request.chains) > 1:
-        raise InvalidArgument("a hand-off serves groups of one chain")
     rows = []
     for number, part in enumerate(request.chains):
         held = _covering(part, request.fenced_tokens)
@@ -51,6 +52,20 @@ def export(state: State, event: ExportRequestKV) -> Exported:
     )
     state.counters["export"] += 1
     return Exported(event.ticket_id, request.fenced_tokens, ttl)
+
+
+def _check_exportable(state: State, engine: Engine, request: Request) -> None:
+    spec = state.groups[engine.group].spec
+    if len(spec.chains) > 1:
+        raise InvalidArgument(f"group {spec.name} has {len(spec.chains)} chains; a hand-off serves groups of one")
+    if spec.sparse is not None:
+        raise InvalidArgument(f"group {spec.name} keeps pages on the host alone; only whole pages in HBM are exported")
+    if request.phase is Phase.WAITING:
+        raise NotReady(f"request {request.request_id} waits for bytes; export it when it runs")
+    if request.ranks_lost != engine.ranks_lost:
+        raise InvalidArgument(
+            f"a rank of engine {engine.name!r} left while request {request.request_id} was open; compute it again"
+        )
 
 
 def _covering(part: RequestChain, tokens: int) -> list[int]:
@@ -111,7 +126,9 @@ def check(state: State, event: CheckTicket) -> None:
 
 def release(state: State, event: ReleaseTicket) -> None:
     """Gives the pins back, once, by the one it was given to."""
-    ticket = live_ticket(state, event.ticket_id)
+    ticket = state.tickets.get(event.ticket_id)
+    if ticket is None:
+        raise UnknownLease(f"no ticket {event.ticket_id}: never given, released or expired")
     if ticket.holder not in ("", event.holder):
         raise InvalidArgument(f"ticket {event.ticket_id} belongs to {ticket.holder!r}")
     _drop(state, ticket)
@@ -130,4 +147,4 @@ def _drop(state: State, ticket: Ticket) -> None:
     group = state.groups[ticket.group]
     for number, rows in ticket.rows:
         group.chains[number].unpin(rows)
-    group.host_blocked = False
+    group.unblock()

@@ -1,0 +1,142 @@
+"""What the ends of plans and pulls mean for spans and for the requests that wait for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvmanager.core.events import CopyOutcome
+from kvmanager.core.group import Chain, Group
+from kvmanager.core.lifecycle import refuse_waiting, wake
+from kvmanager.core.pool import PageState
+from kvmanager.core.request import Phase
+from kvmanager.core.settle import publish
+from kvmanager.core.spans import DEVICE, HOST, CopyState
+from kvmanager.core.state import CopyJob, PullJob, State, ended_well
+from kvmanager.errors import KVError, TransferFailed
+
+
+def plan_ended(state: State, plan_id: int, outcome: CopyOutcome, error: KVError | None) -> None:
+    """Applies the end of a plan. Ids that are not known (an earlier boot, a second report) change nothing."""
+    job = state.jobs.pop(plan_id, None)
+    if job is None:
+        return
+    if not ended_well(outcome):
+        state.counters["failed_plan"] += 1
+    if isinstance(job, PullJob):
+        _pull_ended(state, plan_id, job, outcome, error)
+    elif job.target_tier == HOST:
+        _writeback_ended(state, job, outcome)
+    else:
+        _onboard_ended(state, plan_id, job, outcome, error)
+    state.groups[job.group].unblock()
+
+
+def _lose_copy(state: State, group: Group, chain: Chain, key: tuple[int, int, int], outcome: CopyOutcome) -> None:
+    """Takes a copy that did not arrive away from its span: freed when nothing can write it any more."""
+    page_class, tier, row = key
+    if outcome is CopyOutcome.UNKNOWN_FATE:
+        state.quarantine_pages(group, chain, page_class, tier, row)
+    else:
+        chain.free_copy(page_class, tier, row)
+
+
+def _writeback_ended(state: State, job: CopyJob, outcome: CopyOutcome) -> None:
+    group = state.groups[job.group]
+    chain = group.chains[job.chain]
+    for row in job.rows:
+        chain.table.busy[row] -= 1
+        if ended_well(outcome):
+            chain.set_state(job.page_class, HOST, row, CopyState.READY, PageState.READY)
+            if group.spec.sparse is not None:
+                _mark_dirty(state, group, job.chain, row)
+        else:
+            _lose_copy(state, group, chain, (job.page_class, HOST, row), outcome)
+        chain.release_if_unused(row)
+    if ended_well(outcome):
+        state.counters["mirror" if group.spec.sparse else "offload"] += len(job.rows)
+
+
+def _mark_dirty(state: State, group: Group, chain_number: int, row: int) -> None:
+    """The residency of a span changed: every request that holds it must tell its worker."""
+    for request in state.holders(group.spec.name):
+        ordinal = request.chains[chain_number].ordinal(row)
+        if ordinal is not None:
+            request.dirty.add((chain_number, ordinal))
+
+
+def _onboard_ended(state: State, plan_id: int, job: CopyJob, outcome: CopyOutcome, error: KVError | None) -> None:
+    group = state.groups[job.group]
+    chain = group.chains[job.chain]
+    chain.table.busy[np.asarray([*job.rows, *job.extra], np.int64)] -= 1
+    for row in job.rows:
+        if not ended_well(outcome):
+            _lose_copy(state, group, chain, (job.page_class, DEVICE, row), outcome)
+        elif chain.table.published[row]:
+            chain.set_state(job.page_class, DEVICE, row, CopyState.READY, PageState.READY)
+        # An unpublished target is a request's own span: it goes on filling it.
+    if ended_well(outcome):
+        state.counters["onboard"] += len(job.rows)
+    elif outcome is not CopyOutcome.CANCELLED:
+        # A host copy that can't be loaded is not offered again; one that nobody tried to load is.
+        for row in [*job.rows, *job.extra]:
+            condemn(chain, row)
+    failure = None if ended_well(outcome) else error or TransferFailed("onboard failed; the prefix is recomputed")
+    _answer_waiters(state, plan_id, job, failure)
+    for row in [*job.rows, *job.extra]:
+        chain.release_if_unused(row)
+
+
+def _answer_waiters(state: State, plan_id: int, job: CopyJob, failure: KVError | None) -> None:
+    for who in job.waiters:
+        request = state.find(who)
+        if request is None or plan_id not in request.waiting_on:
+            continue  # it was aborted; its id may belong to another request by now
+        request.waiting_on.discard(plan_id)
+        if failure is None:
+            wake(state, request)
+        else:
+            refuse_waiting(state, request, failure)
+
+
+def condemn(chain: Chain, row: int) -> None:
+    """Takes a span and all below it out of the index; pages go when nobody holds them."""
+    if not chain.table.live[row] or not chain.table.published[row]:
+        return
+    for child in [*chain.index.descendants(row), row]:
+        chain.index.unpublish(child)
+        chain.release_if_unused(child)
+
+
+def _pull_ended(state: State, plan_id: int, job: PullJob, outcome: CopyOutcome, error: KVError | None) -> None:
+    group = state.groups[job.group]
+    chain = group.chains[job.chain]
+    for row in job.rows:
+        chain.table.busy[row] -= 1
+        _land(state, group, chain, row, outcome)
+    if ended_well(outcome):
+        state.counters["handoff"] += 1
+    # The waiter may have been aborted and its id used again: only the one that waits for this plan goes on.
+    request = state.find(job.waiter)
+    if request is not None and plan_id in request.waiting_on:
+        assert request.phase is Phase.WAITING
+        request.waiting_on.discard(plan_id)
+        if ended_well(outcome):
+            request.fenced_tokens = request.committed_tokens = job.ticket.committed_tokens
+            publish(state, request)
+            wake(state, request)
+        else:
+            refuse_waiting(state, request, error or TransferFailed("the hand-off failed; ask for a new ticket"))
+    for row in job.rows:
+        chain.release_if_unused(row)
+
+
+def _land(state: State, group: Group, chain: Chain, row: int, outcome: CopyOutcome) -> None:
+    """Copies of a pulled span: host copies are complete, device copies go on being filled by their request."""
+    for c in range(chain.table.classes):
+        for tier in (DEVICE, HOST):
+            if chain.table.copies[c, tier, row] != CopyState.FILLING:
+                continue
+            if not ended_well(outcome):
+                _lose_copy(state, group, chain, (c, tier, row), outcome)
+            elif tier == HOST:
+                chain.set_state(c, HOST, row, CopyState.READY, PageState.READY)

@@ -1,0 +1,56 @@
+"""A request's turns: complete answers, waking, refusal after the fact, and the end."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvmanager.core.events import Opened
+from kvmanager.core.request import Phase, Request
+from kvmanager.core.spans import DEVICE, NO_SPAN
+from kvmanager.core.state import State
+from kvmanager.errors import KVError
+
+
+def opened(request: Request, name: str) -> Opened:
+    """The complete answer for a request in its present state."""
+    hot = request.hot if len(request.hot) else None
+    return Opened(request.request_id, name, request.cached_tokens, request.tables(), request.worker_plans, hot)
+
+
+def wake(state: State, request: Request) -> None:
+    """A waiting request that has all its bytes runs: its engine is told, with complete tables."""
+    if request.waiting_on or request.phase is not Phase.WAITING:
+        return
+    request.phase = Phase.RUNNING
+    request.dirty.clear()
+    state.notify(state.engine_of(request), ready=opened(request, "runnable"))
+
+
+def refuse_waiting(state: State, request: Request, error: KVError) -> None:
+    """Ends a waiting request: its engine is told, everything it held is given back."""
+    engine = state.engine_of(request)
+    drop_request(state, request)
+    state.notify(engine, ready=Opened(request.request_id, "refused", error=error))
+    state.counters["refusal"] += 1
+
+
+def drop_request(state: State, request: Request) -> None:
+    """Gives back all that a request holds, at once: no work of its engine may touch its pages any more."""
+    group = state.groups[request.group]
+    for pool, slabs in request.promised.items():
+        group.pools[pool].promised_slabs -= slabs
+    request.promised = {}
+    if len(request.hot):
+        assert group.spec.sparse is not None
+        device_pool = group.chains[0].pool(0, DEVICE)
+        device_pool.give(group.spec.sparse.hot_class, request.hot)
+        request.hot = np.empty(0, np.int64)
+    del state.engine_of(request).requests[request.request_id]
+    for part in request.chains:
+        part.chain.index.touch([*part.rows, *part.anchors], state.now)
+        part.chain.unpin([*reversed(part.rows), *part.anchors])
+        part.rows, part.anchors, part.anchor = [], [], NO_SPAN
+    for number, row in request.donors:
+        group.chains[number].unpin([row])
+    request.donors = []
+    group.unblock()
