@@ -534,6 +534,24 @@ def test_a_source_killed_in_the_middle_of_a_read_fails_the_pull(tmp_path):
         assert (target.client.memory[60] == POISON).all(), "nothing was placed"
 
 
+def test_a_pull_cancelled_during_a_read_waits_for_it_and_places_nothing(tmp_path):
+    with two_movers(tmp_path, "--ucx-transports", "tcp,self") as (source, target, process):
+        places = target.places(0, seed=3)
+        target.client.link.pull(source.pull(1, places, [0]))
+        assert target.client.completions(1)[1].outcome == pb.Completion.DONE
+        target.client.memory[60][:] = POISON
+        process.send_signal(signal.SIGSTOP)
+        target.client.link.pull(source.pull(2, places, [0]))
+        target.client.link.cancel(2)
+        assert target.client.list() == [2]
+        assert target.client.list() == [2], "its read is still in flight"
+        process.send_signal(signal.SIGCONT)
+        completion = target.client.completions(1)[2]
+        assert completion.outcome == pb.Completion.CANCELLED
+        assert (target.client.memory[60] == POISON).all(), "nothing was placed"
+        assert target.client.list() == []
+
+
 def test_a_hung_source_ends_in_unknown_fate_and_its_staging_is_quarantined_until_the_bytes_came(tmp_path):
     """TCP, where a stopped peer delivers nothing and never errs; its bytes come when it goes on."""
     with two_movers(tmp_path, "--ucx-transports", "tcp,self") as (source, target, process):

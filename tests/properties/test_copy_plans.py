@@ -4,6 +4,7 @@ The model knows nothing of plans: it deals tokens out one at a time and copies e
 token on its own.
 """
 
+import itertools
 import os
 import random
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from kvmanager.allocators.backing import map_fd
-from kvmanager.core.plans import CopyPlan, Purpose, Rows, copy_rows, copy_whole_pages
+from kvmanager.core.plans import CopyPlan, Purpose, Rows, StridedCopies, copy_rows, copy_whole_pages
 from kvmanager.errors import LayoutMismatch
 from kvmanager.geometry import ShardGeometry, TokenOrder
 from kvmanager.layout import (
@@ -272,6 +273,36 @@ def test_slices_and_runs_cover_a_plan_exactly_once(seed, most_bytes, most_runs):
     assert sum(p.total_bytes for p in pieces) == sum(c.total_bytes for c in copies)
     assert pairs(pieces) == pairs(copies)
     assert len(pairs(copies)) == sum(c.total_bytes for c in copies)
+
+
+@settings(max_examples=100, deadline=None, print_blob=True)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    counts=st.lists(st.integers(1, 6), max_size=3),
+    row_bytes=st.integers(1, 40),
+    copies=st.integers(0, 5),
+    most_bytes=st.integers(1, 400),
+    most_runs=st.integers(1, 20),
+)
+def test_slices_of_any_box_are_its_bytes_in_order(seed, counts, row_bytes, copies, most_bytes, most_runs):
+    note(f"seed {seed}")
+    rng = random.Random(seed)
+    offsets = [np.array([rng.randrange(10**12) for _ in range(copies)], dtype=np.int64) for _ in range(2)]
+    strides = [tuple(rng.randrange(-(10**9), 10**9) for _ in counts) for _ in range(2)]
+    whole = StridedCopies(1, 2, *offsets, tuple(counts), *strides, row_bytes)
+
+    def pairs(c):
+        """(source, target) of every byte, by nested loops."""
+        found = []
+        for s, t in zip(c.source_offsets.tolist(), c.target_offsets.tolist(), strict=True):
+            for index in itertools.product(*map(range, c.counts), range(c.row_bytes)):
+                steps = list(zip(index, (*c.source_strides, 1), (*c.target_strides, 1), strict=True))
+                found.append((s + sum(i * a for i, a, _ in steps), t + sum(i * b for i, _, b in steps)))
+        return found
+
+    pieces = list(slices(whole, most_bytes, most_runs))
+    assert [pair for piece in pieces for pair in pairs(piece)] == pairs(whole)
+    assert all(p.total_bytes <= most_bytes and p.runs <= most_runs for p in pieces)
 
 
 def test_a_section_left_behind_is_refused():
