@@ -38,9 +38,14 @@ def bounds(offsets: Int64Array, counts: tuple[int, ...], strides: tuple[int, ...
     """
     if len(offsets) == 0:
         return 0, 0
-    reach = [(count - 1) * stride for count, stride in zip(counts, strides, strict=True)]
-    low = int(offsets.min()) + sum(step for step in reach if step < 0)
-    high = int(offsets.max()) + sum(step for step in reach if step > 0) + row_bytes
+    # Plans have many sets of few copies: below some dozens numpy's reductions cost more than a list's.
+    values = offsets.tolist() if len(offsets) <= 32 else (int(offsets.min()), int(offsets.max()))
+    low, high = min(values), max(values) + row_bytes
+    for count, stride in zip(counts, strides, strict=True):
+        if stride < 0:
+            low += (count - 1) * stride
+        else:
+            high += (count - 1) * stride
     return low, high
 
 

@@ -1,0 +1,201 @@
+"""Whose turn it is, and who may use which staging: the pull pipeline with a reader that a test controls."""
+
+import numpy as np
+import pytest
+
+from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
+from kvmanager.errors import Draining, InvalidArgument, PeerUnreachable, TransferTimeout
+from kvmanager.transport.executor import Outcome, RegionMap
+from kvmanager.transport.nixl import ReadResult
+from kvmanager.transport.pulls import PullChunk, PullPipeline, PullRequest
+
+STAGING, TARGET = 1, 2
+SIZE = 4096
+
+
+class HandReader:
+    """Reads end when the test says so; `started` lists (read id, first staging byte) in order."""
+
+    def __init__(self):
+        self.started, self._ended, self._settled, self._open = [], [], [], {}
+
+    def check(self, region_id, *_):
+        assert region_id == STAGING
+
+    def add_peer(self, _name, metadata):
+        if metadata == b"dead":
+            raise PeerUnreachable("dead")
+
+    def read(self, _peer, _addresses, _region_id, offsets, lengths, _deadline_ns):
+        read_id = len(self.started) + 1
+        self.started.append((read_id, int(offsets[0])))
+        self._open[read_id] = int(lengths.sum())
+        return read_id
+
+    def end(self, read_id, outcome=Outcome.DONE, error=None):
+        moved = self._open.pop(read_id) if outcome is Outcome.DONE else 0
+        self._ended.append(ReadResult(read_id, outcome, moved, 1, error))
+
+    def settle(self, read_id):
+        self._settled.append(read_id)
+
+    def poll(self):
+        ended, self._ended = self._ended, []
+        return ended
+
+    def settled(self):
+        settled, self._settled = self._settled, []
+        return settled
+
+
+class Bench:
+    def __init__(self):
+        regions = RegionMap()
+        regions.add(STAGING, np.arange(SIZE, dtype=np.uint64).astype(np.uint8))
+        regions.add(TARGET, np.zeros(SIZE, dtype=np.uint8))
+        self.reader, self.now = HandReader(), 0
+        self.pipeline = PullPipeline(self.reader, regions, STAGING, lambda: self.now)
+
+    def submit(self, pull_id, *spans, deadline_ns=100, metadata=b""):
+        chunks = tuple(map(_chunk, spans))
+        self.pipeline.submit(PullRequest(pull_id, "peer", metadata, chunks, deadline_ns))
+
+    def polls(self, count=6):
+        return {c.plan_id: c for _ in range(count) for c in self.pipeline.poll()}
+
+    @property
+    def started(self):
+        return [offset for _, offset in self.reader.started]
+
+
+def _chunk(span):
+    start, end = span
+    copies = StridedCopies(STAGING, TARGET, np.array([start]), np.array([start]), (), (), (), end - start)
+    one = lambda value: np.array([value], dtype=np.uint64)  # noqa: E731
+    return PullChunk(one(10**6), one(start), one(end - start), CopyPlan(0, Purpose.PLACE, (copies,)))
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def test_disjoint_staging_is_read_at_once_and_overlapping_staging_in_turn(bench):
+    bench.submit(1, (0, 100))
+    bench.submit(2, (100, 200))
+    bench.submit(3, (199, 300))
+    assert bench.polls() == {}
+    assert bench.started == [0, 100], "3 waits for one byte of 2's staging"
+    bench.reader.end(1)
+    assert set(bench.polls()) == {1}
+    assert bench.started == [0, 100]
+    bench.reader.end(2)
+    assert set(bench.polls()) == {2}
+    assert bench.started == [0, 100, 199]
+
+
+def test_nobody_overtakes_a_waiting_pull_into_staging_that_it_waits_for(bench):
+    bench.submit(1, (0, 100), (0, 100), (0, 100))
+    bench.submit(2, (0, 200))
+    bench.submit(3, (150, 200))
+    bench.submit(4, (300, 400))
+    bench.polls()
+    assert bench.started == [0, 300], "3 would fit, but keeps 2 waiting; 4 is in nobody's way"
+    bench.reader.end(1)
+    bench.polls()
+    assert bench.reader.started[2] == (3, 0), "now 2, although 1 has chunks left"
+    bench.reader.end(3)
+    assert 2 in bench.polls()
+    assert sorted(bench.started[3:]) == [0, 150]
+
+
+def test_chunks_of_pulls_alternate(bench):
+    bench.submit(1, *[(0, 10)] * 3)
+    bench.submit(2, *[(5, 15)] * 3)
+    for read_id in range(1, 7):
+        bench.polls()
+        bench.reader.end(read_id)
+    ended = bench.polls()
+    assert bench.started == [0, 5, 0, 5, 0, 5]
+    assert {i: (c.outcome, c.moved_bytes) for i, c in ended.items()} == {2: (Outcome.DONE, 30)}
+
+
+def test_the_deadline_counts_from_the_first_read_and_ends_a_pull_between_chunks(bench):
+    bench.submit(1, (0, 10), (0, 10))
+    bench.submit(2, (0, 10))
+    bench.polls()
+    bench.now = 99
+    bench.reader.end(1)
+    bench.polls()
+    bench.now = 150
+    bench.reader.end(2)
+    ended = bench.polls()
+    assert ended[2].outcome is Outcome.DONE, "its time began at 99"
+    assert ended[1].outcome is Outcome.FAILED
+    assert isinstance(ended[1].error, TransferTimeout)
+    assert bench.started == [0, 0]
+
+
+def test_staging_of_a_read_of_unknown_fate_is_refused_until_it_settles(bench):
+    bench.submit(1, (0, 100), (0, 100))
+    bench.polls()
+    bench.submit(2, (50, 60))
+    bench.submit(3, (100, 200))
+    bench.reader.end(1, Outcome.UNKNOWN_FATE, TransferTimeout("late"))
+    ended = bench.polls()
+    assert {i: c.outcome for i, c in ended.items()} == {1: Outcome.UNKNOWN_FATE, 2: Outcome.FAILED}
+    assert bench.started == [0, 100], "staging apart from it goes on"
+    assert bench.pipeline.next_poll_s() is not None
+    bench.reader.settle(1)
+    bench.polls()
+    bench.submit(4, (0, 100))
+    bench.polls()
+    assert bench.started == [0, 100, 0]
+
+
+def test_a_failed_read_fails_its_pull_only(bench):
+    bench.submit(1, (0, 10), (0, 10))
+    bench.submit(2, (20, 30))
+    bench.submit(3, (40, 50), metadata=b"dead")
+    ended = bench.polls()
+    bench.reader.end(1, Outcome.FAILED, PeerUnreachable("gone"))
+    bench.reader.end(2)
+    ended |= bench.polls()
+    assert {i: c.outcome for i, c in ended.items()} == {1: Outcome.FAILED, 2: Outcome.DONE, 3: Outcome.FAILED}
+    assert isinstance(ended[1].error, PeerUnreachable)
+    assert isinstance(ended[3].error, PeerUnreachable)
+
+
+def test_a_cancelled_pull_ends_once_its_read_has(bench):
+    bench.submit(1, (0, 10), (0, 10))
+    bench.submit(2, (0, 10))
+    bench.polls()
+    bench.pipeline.cancel(1)
+    bench.pipeline.cancel(2)
+    assert set(bench.polls()) == {2}, "it had not begun"
+    assert bench.pipeline.outstanding() == [1]
+    bench.reader.end(1)
+    assert bench.polls()[1].outcome is Outcome.CANCELLED
+    assert bench.started == [0]
+
+
+def test_abandoned_reads_are_of_unknown_fate_and_nothing_more_is_taken(bench):
+    bench.submit(1, (0, 10))
+    bench.polls()
+    bench.submit(2, (0, 10))
+    outcomes = {c.plan_id: c.outcome for c in bench.pipeline.abandon()}
+    assert outcomes == {1: Outcome.UNKNOWN_FATE, 2: Outcome.CANCELLED}
+    with pytest.raises(Draining):
+        bench.submit(3, (0, 10))
+
+
+def test_an_outstanding_id_is_refused_and_an_idle_pipeline_sleeps(bench):
+    assert bench.pipeline.next_poll_s() is None
+    bench.submit(1, (0, 10))
+    with pytest.raises(InvalidArgument):
+        bench.submit(1, (0, 10))
+    bench.polls()
+    bench.reader.end(1)
+    assert bench.polls()[1].outcome is Outcome.DONE
+    bench.polls(1)
+    assert bench.pipeline.next_poll_s() is None
