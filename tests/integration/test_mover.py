@@ -542,6 +542,8 @@ def test_a_pull_cancelled_during_a_read_waits_for_it_and_places_nothing(tmp_path
         target.client.memory[60][:] = POISON
         process.send_signal(signal.SIGSTOP)
         target.client.link.pull(source.pull(2, places, [0]))
+        for _ in range(2):  # the answer to the second means that a turn of the mover began the read
+            assert target.client.list() == [2]
         target.client.link.cancel(2)
         assert target.client.list() == [2]
         assert target.client.list() == [2], "its read is still in flight"
