@@ -4,15 +4,18 @@ isort:skip_file
 The wire contract of kvmanager. Bytes of KV never travel here: only who owns which page.
 
 Conventions
-* `bytes` fields marked u32[], u64[], i64[] are packed little-endian arrays. A request of
-  1,048,576 tokens has 16,384 pages: one array each, never a repeated message a page.
+* Every field's comment gives its meaning and its unit; the unit is also last in the field's name
+  (`_bytes`, `_ns`, `_tokens`) where it is not a plain count, index or id.
+* `bytes` fields marked u8[n], u32[n], u64[n] or i64[n] are packed little-endian arrays; n names what
+  one entry stands for. A request of 1,048,576 tokens has 16,384 pages: one array each, never a
+  repeated message a page.
+* `bytes` fields marked key[n] are n concatenated keys, each `key_bytes` of the namespace wide.
 * NO_PAGE = 0xFFFFFFFF in u32 page arrays: no page in that tier.
-* Keys are concatenated, each `key_bytes` of the namespace wide, one a segment.
-* Every duration is in nanoseconds, every size in bytes, every position and count in tokens,
-  unless the name says otherwise.
+* "positions [0, n)" of a request are its first n tokens, prompt and output together.
 * Limits (also in RegisterReply.limits): message 64 MiB, 4,096 requests a step, 1,048,576 pages
   a call, 64 stored replies a session, 1,024 unseen notices a session.
 * gRPC metadata `kvmanager-token` carries the session token given out on attach.sock.
+* A field said not to be acted on yet is part of the contract: fill it in; this version ignores it.
 """
 
 from collections import abc as _abc
@@ -38,6 +41,7 @@ class _ErrorReason:
 class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
+    """none given; never sent on purpose"""
     INVALID_ARGUMENT: _ErrorReason.ValueType  # 1
     """a field can't be served; the message names it"""
     LAYOUT_MISMATCH: _ErrorReason.ValueType  # 2
@@ -69,7 +73,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     DRAINING: _ErrorReason.ValueType  # 15
     """no new work"""
     NOT_READY: _ErrorReason.ValueType  # 16
-    """the node is starting"""
+    """the node is starting, or what was asked for is not there yet"""
     PEER_UNREACHABLE: _ErrorReason.ValueType  # 17
     """the other node does not answer"""
     TRANSFER_FAILED: _ErrorReason.ValueType  # 18
@@ -80,9 +84,13 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """in the contract, not yet served by this version"""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
-    """---------------------------------------------------------------------------------- errors"""
+    """========================================================================================= errors
+
+    Why a call or a request failed.
+    """
 
 REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
+"""none given; never sent on purpose"""
 INVALID_ARGUMENT: ErrorReason.ValueType  # 1
 """a field can't be served; the message names it"""
 LAYOUT_MISMATCH: ErrorReason.ValueType  # 2
@@ -114,7 +122,7 @@ SUSPECT: ErrorReason.ValueType  # 14
 DRAINING: ErrorReason.ValueType  # 15
 """no new work"""
 NOT_READY: ErrorReason.ValueType  # 16
-"""the node is starting"""
+"""the node is starting, or what was asked for is not there yet"""
 PEER_UNREACHABLE: ErrorReason.ValueType  # 17
 """the other node does not answer"""
 TRANSFER_FAILED: ErrorReason.ValueType  # 18
@@ -132,14 +140,17 @@ class _CloseReason:
 class _CloseReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CloseReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     CLOSE_UNSPECIFIED: _CloseReason.ValueType  # 0
+    """refused: say one"""
     FINISHED: _CloseReason.ValueType  # 1
     """committed segments stay in the cache"""
     ABORTED: _CloseReason.ValueType  # 2
     """only what was committed and fenced stays"""
 
-class CloseReason(_CloseReason, metaclass=_CloseReasonEnumTypeWrapper): ...
+class CloseReason(_CloseReason, metaclass=_CloseReasonEnumTypeWrapper):
+    """How a request ends."""
 
 CLOSE_UNSPECIFIED: CloseReason.ValueType  # 0
+"""refused: say one"""
 FINISHED: CloseReason.ValueType  # 1
 """committed segments stay in the cache"""
 ABORTED: CloseReason.ValueType  # 2
@@ -153,19 +164,32 @@ class _RegionKind:
 class _RegionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RegionKind.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     REGION_UNSPECIFIED: _RegionKind.ValueType  # 0
+    """refused"""
     DEVICE: _RegionKind.ValueType  # 1
+    """pages of a device pool"""
     HOST: _RegionKind.ValueType  # 2
+    """pages of a host pool"""
     TIMELINE: _RegionKind.ValueType  # 3
+    """u64 words that worker ranks raise"""
     STAGING: _RegionKind.ValueType  # 4
+    """the mover's landing room for reads from peers"""
 
 class RegionKind(_RegionKind, metaclass=_RegionKindEnumTypeWrapper):
-    """---------------------------------------------------------------------------------- workers"""
+    """======================================================================================== workers
+
+    What a region is for.
+    """
 
 REGION_UNSPECIFIED: RegionKind.ValueType  # 0
+"""refused"""
 DEVICE: RegionKind.ValueType  # 1
+"""pages of a device pool"""
 HOST: RegionKind.ValueType  # 2
+"""pages of a host pool"""
 TIMELINE: RegionKind.ValueType  # 3
+"""u64 words that worker ranks raise"""
 STAGING: RegionKind.ValueType  # 4
+"""the mover's landing room for reads from peers"""
 Global___RegionKind: _TypeAlias = RegionKind  # noqa: Y015
 
 @_typing.final
@@ -182,18 +206,19 @@ class Error(_message.Message):
     HOLDER_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_NS_FIELD_NUMBER: _builtins.int
     reason: Global___ErrorReason.ValueType
+    """what kind of failure"""
     message: _builtins.str
-    """names the value and the remedy"""
+    """text for people; names the value and the remedy"""
     pool: _builtins.str
-    """the pool that has no room"""
+    """name of the pool that has no room; empty for other reasons"""
     needed: _builtins.int
-    """pages of that pool"""
+    """count of that pool's pages (slabs where it has any) that were asked for"""
     free: _builtins.int
-    """pages of that pool free or reclaimable now"""
+    """count of that pool's pages or slabs free or reclaimable now"""
     holder: _builtins.str
-    """who holds the most of it"""
+    """who holds the most of it, as `engine/request (n spans)`; empty: not known"""
     retry_after_ns: _builtins.int
-    """0: retrying unchanged can't help"""
+    """nanoseconds to wait before a retry, a hint; 0: retrying unchanged can't help"""
     def __init__(
         self,
         *,
@@ -215,7 +240,7 @@ Global___Error: _TypeAlias = Error  # noqa: Y015
 
 @_typing.final
 class Namespace(_message.Message):
-    """---------------------------------------------------------------------------------- engines
+    """------------------------------------------------------------------------------ engines: registration
 
     What a key means. Two namespaces never share a page.
     """
@@ -229,15 +254,17 @@ class Namespace(_message.Message):
     KEY_BYTES_FIELD_NUMBER: _builtins.int
     KEY_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """name of the model"""
     weights_revision: _builtins.str
+    """revision of its weights, as the engine names it"""
     kv_format: _builtins.str
     """name of a KVFormat, for example "glm-5.3-fp8_ds_mla" """
     key_hash: _builtins.str
-    """"sha256" or "sha256_cbor" """
+    """name of the hash: "sha256" or "sha256_cbor" """
     key_bytes: _builtins.int
-    """16 or 32"""
+    """bytes of one key: 16 or 32"""
     key_tokens: _builtins.int
-    """tokens a key covers (the segment)"""
+    """tokens that one key covers (the segment)"""
     def __init__(
         self,
         *,
@@ -258,6 +285,8 @@ Global___Namespace: _TypeAlias = Namespace  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):
+    """The limits of a session. What exceeds one is refused with LIMIT_EXCEEDED, never cut off."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
@@ -266,15 +295,15 @@ class Limits(_message.Message):
     STORED_REPLIES_FIELD_NUMBER: _builtins.int
     UNSEEN_NOTICES_FIELD_NUMBER: _builtins.int
     message_bytes: _builtins.int
-    """largest message either way"""
+    """bytes of the largest message either way"""
     requests_per_step: _builtins.int
-    """rows of a RequestVector"""
+    """most rows of a RequestVector, and most opens or closes in a step (count)"""
     pages_per_call: _builtins.int
-    """entries of one page array"""
+    """most entries of one page array (count)"""
     stored_replies: _builtins.int
-    """numbered replies kept for a resend"""
+    """numbered replies kept for a resend (count)"""
     unseen_notices: _builtins.int
-    """notices kept until acknowledged; then the engine is suspect"""
+    """notices kept until acknowledged (count); then the engine is suspect"""
     def __init__(
         self,
         *,
@@ -294,6 +323,8 @@ Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
 class RegisterRequest(_message.Message):
+    """An engine's scheduler announces itself."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_FIELD_NUMBER: _builtins.int
@@ -304,14 +335,16 @@ class RegisterRequest(_message.Message):
     engine: _builtins.str
     """stable name; a new epoch replaces the old one"""
     group: _builtins.str
-    """memory group of the node's configuration"""
+    """name of a memory group of the node's configuration"""
     ranks: _builtins.int
-    """processes or ranks that will attach"""
+    """count of ranks that will attach"""
     @_builtins.property
-    def namespace(self) -> Global___Namespace: ...
+    def namespace(self) -> Global___Namespace:
+        """what this engine's keys mean"""
+
     @_builtins.property
     def layout_fingerprints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """sha256 hex, one a page class, in the group's order"""
+        """sha256 in hex, one a page class, in the group's order"""
 
     def __init__(
         self,
@@ -332,6 +365,8 @@ Global___RegisterRequest: _TypeAlias = RegisterRequest  # noqa: Y015
 
 @_typing.final
 class RegisterReply(_message.Message):
+    """The engine's new epoch."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BOOT_ID_FIELD_NUMBER: _builtins.int
@@ -339,12 +374,15 @@ class RegisterReply(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     DAEMON_VERSION_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
-    """changes when the daemon restarts"""
+    """id of the daemon's start; changes when the daemon restarts"""
     epoch: _builtins.int
-    """of this engine; carried in every message"""
+    """id of this registration; carried in every message"""
     daemon_version: _builtins.str
+    """version of the daemon's program, for example "0.1.0" """
     @_builtins.property
-    def limits(self) -> Global___Limits: ...
+    def limits(self) -> Global___Limits:
+        """what a message may hold"""
+
     def __init__(
         self,
         *,
@@ -363,7 +401,9 @@ Global___RegisterReply: _TypeAlias = RegisterReply  # noqa: Y015
 
 @_typing.final
 class Fence(_message.Message):
-    """Timeline values of one message: all work issued before it is complete when, for each entry,
+    """------------------------------------------------------------------------------------ engines: steps
+
+    Timeline values of one message: all work issued before it is complete when, for each entry,
     word(attach_ids[i]) >= values[i].
     """
 
@@ -372,9 +412,9 @@ class Fence(_message.Message):
     ATTACH_IDS_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     attach_ids: _builtins.bytes
-    """u64[]"""
+    """u64[ranks]: attach id of each rank"""
     values: _builtins.bytes
-    """u64[], same length"""
+    """u64[ranks]: timeline value of each rank, in the same order"""
     def __init__(
         self,
         *,
@@ -399,10 +439,11 @@ class SessionHint(_message.Message):
     PARENT_SESSION_ID_FIELD_NUMBER: _builtins.int
     PREVIOUS_STOP_REASON_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
+    """id of the session, as the engine names it; empty: none"""
     parent_session_id: _builtins.str
-    """of a subagent or fork; empty: none"""
+    """id of the session this subagent or fork came from; not acted on yet"""
     previous_stop_reason: _builtins.str
-    """for example "tool_use", "end_turn" """
+    """for example "tool_use", "end_turn"; not acted on yet"""
     def __init__(
         self,
         *,
@@ -420,6 +461,8 @@ Global___SessionHint: _TypeAlias = SessionHint  # noqa: Y015
 
 @_typing.final
 class OpenRequest(_message.Message):
+    """A request asks to be admitted."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -430,17 +473,19 @@ class OpenRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
-    """chosen by the engine, unique in its epoch"""
+    """id chosen by the engine, unique in its epoch"""
     prompt_tokens: _builtins.int
-    """tokens"""
+    """tokens of the prompt"""
     growth_tokens: _builtins.int
     """most tokens it may add; promised together with the prompt"""
     prompt_keys: _builtins.bytes
-    """one a whole segment of the prompt"""
+    """key[whole segments of the prompt]"""
     priority: _builtins.int
-    """higher first; 0 default"""
+    """rank among requests (no unit), higher first, 0 default; not acted on yet"""
     @_builtins.property
-    def session(self) -> Global___SessionHint: ...
+    def session(self) -> Global___SessionHint:
+        """the session it belongs to"""
+
     @_builtins.property
     def ticket(self) -> Global___Ticket:
         """present: the KV comes from another node"""
@@ -478,19 +523,19 @@ class RequestVector(_message.Message):
     NEW_KEYS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_ids: _builtins.bytes
-    """u64[]"""
+    """u64[rows]: ids of open requests"""
     capacity_tokens: _builtins.bytes
-    """u64[]: positions [0, n) need pages after this step; less than before gives pages back"""
+    """u64[rows]: positions [0, n), in tokens, that need pages after this step; less than before gives pages back."""
     committed_tokens: _builtins.bytes
-    """u64[]: positions [0, n) hold final KV once the message's fence has passed"""
+    """u64[rows]: positions [0, n), in tokens, hold final KV once the fence has passed"""
     rejected_tokens: _builtins.bytes
-    """u32[]: drafts written beyond committed_tokens and rejected since the last step"""
+    """u32[rows]: draft tokens written beyond committed_tokens, rejected since the last step"""
     new_key_counts: _builtins.bytes
-    """u32[]: keys of segments completed since the last step"""
+    """u32[rows]: count of keys of segments completed since the last step"""
     new_keys: _builtins.bytes
-    """concatenated, in row order"""
+    """key[sum of new_key_counts]: in row order"""
     token_ids: _builtins.bytes
-    """u32[], optional: tokens of those segments, where the namespace asks for them"""
+    """u32[tokens]: token ids of those segments, optional; not acted on yet"""
     def __init__(
         self,
         *,
@@ -512,6 +557,8 @@ Global___RequestVector: _TypeAlias = RequestVector  # noqa: Y015
 
 @_typing.final
 class CloseRequest(_message.Message):
+    """A request ends; its pages are given back once the message's fence has passed."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -519,11 +566,13 @@ class CloseRequest(_message.Message):
     STOP_REASON_FIELD_NUMBER: _builtins.int
     SESSION_ENDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
+    """id of an open request"""
     reason: Global___CloseReason.ValueType
+    """what stays in the cache"""
     stop_reason: _builtins.str
-    """of the request, for example "tool_use" """
+    """why the model stopped, for example "tool_use"; not acted on yet"""
     session_ends: _builtins.int
-    """1: no further request of this session will come"""
+    """flag, 0 or 1; 1: no further request of this session will come; not acted on yet"""
     def __init__(
         self,
         *,
@@ -542,6 +591,8 @@ Global___CloseRequest: _TypeAlias = CloseRequest  # noqa: Y015
 
 @_typing.final
 class StepRequest(_message.Message):
+    """One numbered message of an engine. Applied in this order: requests, close, open."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
@@ -553,19 +604,29 @@ class StepRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """1, 2, 3, ... in this epoch; a resend with the same number gets the same reply"""
+    """sequence number 1, 2, 3, ... in this epoch; a resend gets the same reply"""
     boot_id: _builtins.int
+    """id of the daemon's start, from RegisterReply"""
     epoch: _builtins.int
+    """id of the registration, from RegisterReply"""
     notices_seen: _builtins.int
-    """highest notice sequence received; lower ones are forgotten"""
+    """highest notice sequence number received; it and lower ones are forgotten"""
     @_builtins.property
-    def fence(self) -> Global___Fence: ...
+    def fence(self) -> Global___Fence:
+        """covers all work issued before this message"""
+
     @_builtins.property
-    def requests(self) -> Global___RequestVector: ...
+    def requests(self) -> Global___RequestVector:
+        """progress of running requests"""
+
     @_builtins.property
-    def open(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenRequest]: ...
+    def open(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenRequest]:
+        """requests to admit"""
+
     @_builtins.property
-    def close(self) -> _containers.RepeatedCompositeFieldContainer[Global___CloseRequest]: ...
+    def close(self) -> _containers.RepeatedCompositeFieldContainer[Global___CloseRequest]:
+        """requests that end"""
+
     def __init__(
         self,
         *,
@@ -588,7 +649,10 @@ Global___StepRequest: _TypeAlias = StepRequest  # noqa: Y015
 
 @_typing.final
 class ClassPages(_message.Message):
-    """Pages of one class for a run of spans, `pages_per_span` entries a span in span-page order."""
+    """---------------------------------------------------------------------------- engines: page tables
+
+    Pages of one class for a run of spans, in span order and within a span in page order.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -596,11 +660,11 @@ class ClassPages(_message.Message):
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
     HOST_PAGES_FIELD_NUMBER: _builtins.int
     page_class: _builtins.str
-    """"kv", "latent", "indexer" """
+    """name: "kv", "latent", "indexer" """
     device_pages: _builtins.bytes
-    """u32[]"""
+    """u32[pages]: page indexes in the device pool"""
     host_pages: _builtins.bytes
-    """u32[]; empty where the worker never reads the host tier"""
+    """u32[pages]: page indexes in the host pool; empty: no page has a host copy to read"""
     def __init__(
         self,
         *,
@@ -630,18 +694,21 @@ class SpanRun(_message.Message):
     UIDS_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     chain: _builtins.str
+    """name of the chain"""
     first_span: _builtins.int
-    """ordinal in the request's chain"""
+    """index of the first span in the request's chain"""
     first_tokens: _builtins.bytes
     """u64[spans]: position of each span's first token"""
     segments: _builtins.bytes
-    """u32[spans]: M of the span's token order (M, I)"""
+    """u32[spans]: count M of segments, of the span's token order (M, I)"""
     interleave: _builtins.bytes
-    """u32[spans]: I of the span's token order"""
+    """u32[spans]: tokens I in a row on one page, of the span's token order (M, I)"""
     uids: _builtins.bytes
     """u64[pages]: content ids, never given twice"""
     @_builtins.property
-    def pages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassPages]: ...
+    def pages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassPages]:
+        """the pages of each class"""
+
     def __init__(
         self,
         *,
@@ -675,13 +742,15 @@ class Residency(_message.Message):
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
     HOST_PAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
+    """id of an open request"""
     page_class: _builtins.str
+    """name of the class whose pages moved"""
     page_ordinals: _builtins.bytes
-    """u32[]: page of the request, counted over spans in order"""
+    """u32[rows]: index of the page in the request, counted over spans in order"""
     device_pages: _builtins.bytes
-    """u32[]: NO_PAGE = read it from the host"""
+    """u32[rows]: page index in the device pool; NO_PAGE = read it from the host"""
     host_pages: _builtins.bytes
-    """u32[]: NO_PAGE = no host copy has landed"""
+    """u32[rows]: page index in the host pool; NO_PAGE = no host copy has landed"""
     def __init__(
         self,
         *,
@@ -700,8 +769,37 @@ class Residency(_message.Message):
 Global___Residency: _TypeAlias = Residency  # noqa: Y015
 
 @_typing.final
+class HotPages(_message.Message):
+    """The hot buffer of a request, all of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    """id of an open request"""
+    pages: _builtins.bytes
+    """u32[slabs]: slab indexes in the device pool; each holds page_rows hot rows"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int = ...,
+        pages: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HotPages: _TypeAlias = HotPages  # noqa: Y015
+
+@_typing.final
 class OpenReply(_message.Message):
-    """Copies that the worker runs in its own stream before its first write (copy-on-write)."""
+    """------------------------------------------------------------------------------- engines: replies
+
+    The answer to an OpenRequest: at once, and once more as a Ready notice after WAITING.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -712,6 +810,7 @@ class OpenReply(_message.Message):
     class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[OpenReply._State.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         STATE_UNSPECIFIED: OpenReply._State.ValueType  # 0
+        """never sent"""
         RUNNABLE: OpenReply._State.ValueType  # 1
         """pages are ready to be used"""
         WAITING: OpenReply._State.ValueType  # 2
@@ -719,8 +818,11 @@ class OpenReply(_message.Message):
         REFUSED: OpenReply._State.ValueType  # 3
         """see error; nothing is held"""
 
-    class State(_State, metaclass=_StateEnumTypeWrapper): ...
+    class State(_State, metaclass=_StateEnumTypeWrapper):
+        """Whether the request may run."""
+
     STATE_UNSPECIFIED: OpenReply.State.ValueType  # 0
+    """never sent"""
     RUNNABLE: OpenReply.State.ValueType  # 1
     """pages are ready to be used"""
     WAITING: OpenReply.State.ValueType  # 2
@@ -736,19 +838,27 @@ class OpenReply(_message.Message):
     HOT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
+    """id of the OpenRequest"""
     state: Global___OpenReply.State.ValueType
+    """whether it may run"""
     cached_tokens: _builtins.int
-    """positions [0, n) need not be computed; n < prompt_tokens, except after a hand-off"""
+    """tokens not to be computed, the first n; n < prompt_tokens, except after a hand-off"""
     @_builtins.property
-    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanRun]: ...
-    @_builtins.property
-    def worker_plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plan]: ...
-    @_builtins.property
-    def hot(self) -> _containers.RepeatedCompositeFieldContainer[Global___HotPages]:
-        """hot-buffer slabs, if the request has some already"""
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanRun]:
+        """its page tables, one run a chain"""
 
     @_builtins.property
-    def error(self) -> Global___Error: ...
+    def worker_plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plan]:
+        """copies the worker runs in its own stream before its first write (copy-on-write)"""
+
+    @_builtins.property
+    def hot(self) -> _containers.RepeatedCompositeFieldContainer[Global___HotPages]:
+        """its hot buffer, if it has one already (sparse groups)"""
+
+    @_builtins.property
+    def error(self) -> Global___Error:
+        """set when REFUSED"""
+
     def __init__(
         self,
         *,
@@ -769,30 +879,9 @@ class OpenReply(_message.Message):
 Global___OpenReply: _TypeAlias = OpenReply  # noqa: Y015
 
 @_typing.final
-class HotPages(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    PAGES_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.int
-    pages: _builtins.bytes
-    """u32[]: slabs of hot rows, page_rows rows each"""
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.int = ...,
-        pages: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "request_id", b"request_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___HotPages: _TypeAlias = HotPages  # noqa: Y015
-
-@_typing.final
 class Growth(_message.Message):
+    """What a row of a RequestVector gained or lost; sent only where something changed."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -800,8 +889,9 @@ class Growth(_message.Message):
     SPANS_KEPT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
+    """id of an open request"""
     spans_kept: _builtins.int
-    """spans of the chain that remain; fewer than before after a truncate"""
+    """count of the chain's spans that remain; fewer than before after a truncate"""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanRun]:
         """appended spans"""
@@ -827,7 +917,77 @@ class Growth(_message.Message):
 Global___Growth: _TypeAlias = Growth  # noqa: Y015
 
 @_typing.final
+class RequestError(_message.Message):
+    """An operation on a request was refused; what it held, it still holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    """id the operation named"""
+    @_builtins.property
+    def error(self) -> Global___Error:
+        """why"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int = ...,
+        error: Global___Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestError: _TypeAlias = RequestError  # noqa: Y015
+
+@_typing.final
+class Notice(_message.Message):
+    """Something that happened without being asked for; sent until acknowledged by StepRequest.notices_seen."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """sequence number 1, 2, 3, ... in this epoch"""
+    draining: _builtins.str
+    """the node drains: finish, open nothing new; the text says why"""
+    @_builtins.property
+    def ready(self) -> Global___OpenReply:
+        """a WAITING request became RUNNABLE (complete tables) or REFUSED"""
+
+    @_builtins.property
+    def failed(self) -> Global___RequestError:
+        """a request can't go on"""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        ready: Global___OpenReply | None = ...,
+        failed: Global___RequestError | None = ...,
+        draining: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "failed", b"failed", "ready", b"ready", "what", b"what"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "failed", b"failed", "ready", b"ready", "sequence", b"sequence", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["ready", "failed", "draining"]  # noqa: Y015
+    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+
+Global___Notice: _TypeAlias = Notice  # noqa: Y015
+
+@_typing.final
 class StepReply(_message.Message):
+    """The stored answer to a StepRequest, or notices in between."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
@@ -839,18 +999,29 @@ class StepReply(_message.Message):
     ERRORS_FIELD_NUMBER: _builtins.int
     NOTICES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """of the StepRequest; 0: notices only"""
+    """sequence number of the StepRequest; 0: notices only"""
     boot_id: _builtins.int
+    """id of the daemon's start"""
     @_builtins.property
-    def opened(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenReply]: ...
+    def opened(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenReply]:
+        """one for each OpenRequest"""
+
     @_builtins.property
-    def growth(self) -> _containers.RepeatedCompositeFieldContainer[Global___Growth]: ...
+    def growth(self) -> _containers.RepeatedCompositeFieldContainer[Global___Growth]:
+        """for rows of the RequestVector whose pages changed"""
+
     @_builtins.property
-    def residency(self) -> _containers.RepeatedCompositeFieldContainer[Global___Residency]: ...
+    def residency(self) -> _containers.RepeatedCompositeFieldContainer[Global___Residency]:
+        """pages that moved (sparse groups)"""
+
     @_builtins.property
-    def hot(self) -> _containers.RepeatedCompositeFieldContainer[Global___HotPages]: ...
+    def hot(self) -> _containers.RepeatedCompositeFieldContainer[Global___HotPages]:
+        """hot buffers that were given (sparse groups)"""
+
     @_builtins.property
-    def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestError]: ...
+    def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestError]:
+        """rows and closes that were refused"""
+
     @_builtins.property
     def notices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Notice]:
         """all not yet acknowledged"""
@@ -876,67 +1047,11 @@ class StepReply(_message.Message):
 Global___StepReply: _TypeAlias = StepReply  # noqa: Y015
 
 @_typing.final
-class RequestError(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.int
-    @_builtins.property
-    def error(self) -> Global___Error: ...
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.int = ...,
-        error: Global___Error | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "request_id", b"request_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RequestError: _TypeAlias = RequestError  # noqa: Y015
-
-@_typing.final
-class Notice(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SEQUENCE_FIELD_NUMBER: _builtins.int
-    READY_FIELD_NUMBER: _builtins.int
-    FAILED_FIELD_NUMBER: _builtins.int
-    DRAINING_FIELD_NUMBER: _builtins.int
-    sequence: _builtins.int
-    """1, 2, 3, ... in this epoch"""
-    draining: _builtins.str
-    """the node drains: finish, open nothing new"""
-    @_builtins.property
-    def ready(self) -> Global___OpenReply:
-        """a WAITING request became RUNNABLE (complete tables) or REFUSED"""
-
-    @_builtins.property
-    def failed(self) -> Global___RequestError: ...
-    def __init__(
-        self,
-        *,
-        sequence: _builtins.int = ...,
-        ready: Global___OpenReply | None = ...,
-        failed: Global___RequestError | None = ...,
-        draining: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "failed", b"failed", "ready", b"ready", "what", b"what"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "failed", b"failed", "ready", b"ready", "sequence", b"sequence", "what", b"what"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["ready", "failed", "draining"]  # noqa: Y015
-    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
-
-Global___Notice: _TypeAlias = Notice  # noqa: Y015
-
-@_typing.final
 class LookupRequest(_message.Message):
-    """Engines with memory of their own."""
+    """----------------------------------------------------- engines: lookups, and engines with own memory
+
+    How much of a prompt is cached?
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -945,9 +1060,13 @@ class LookupRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
+    """id of the daemon's start"""
     epoch: _builtins.int
+    """id of the registration"""
     keys: _builtins.bytes
+    """key[whole segments of the prompt]"""
     prompt_tokens: _builtins.int
+    """tokens of the prompt"""
     def __init__(
         self,
         *,
@@ -966,14 +1085,16 @@ Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
 
 @_typing.final
 class LookupReply(_message.Message):
+    """What is held now; no pin, no promise."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DEVICE_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     device_tokens: _builtins.int
-    """prefix held in the device tier"""
+    """tokens of the prefix held in the device tier"""
     cached_tokens: _builtins.int
-    """prefix held in any tier; no pin, no promise"""
+    """tokens of the prefix held in any tier"""
     def __init__(
         self,
         *,
@@ -990,6 +1111,8 @@ Global___LookupReply: _TypeAlias = LookupReply  # noqa: Y015
 
 @_typing.final
 class AcquireRequest(_message.Message):
+    """Pin a prefix, to copy it into memory of the engine's own."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BOOT_ID_FIELD_NUMBER: _builtins.int
@@ -999,11 +1122,17 @@ class AcquireRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_TTL_NS_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
+    """id of the daemon's start"""
     epoch: _builtins.int
+    """id of the registration"""
     request_id: _builtins.int
+    """id chosen by the engine, unique in its epoch"""
     keys: _builtins.bytes
+    """key[whole segments]"""
     tokens: _builtins.int
+    """tokens wanted"""
     lease_ttl_ns: _builtins.int
+    """nanoseconds that the lease shall last"""
     def __init__(
         self,
         *,
@@ -1024,16 +1153,21 @@ Global___AcquireRequest: _TypeAlias = AcquireRequest  # noqa: Y015
 
 @_typing.final
 class AcquireReply(_message.Message):
+    """The pinned prefix."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
+    """id for DoneRequest"""
     tokens: _builtins.int
-    """pinned prefix, perhaps shorter than the lookup said"""
+    """tokens pinned, perhaps fewer than the lookup said"""
     @_builtins.property
-    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanRun]: ...
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanRun]:
+        """where they lie"""
+
     def __init__(
         self,
         *,
@@ -1051,6 +1185,8 @@ Global___AcquireReply: _TypeAlias = AcquireReply  # noqa: Y015
 
 @_typing.final
 class DoneRequest(_message.Message):
+    """The copy has ended; the pins go."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BOOT_ID_FIELD_NUMBER: _builtins.int
@@ -1058,10 +1194,13 @@ class DoneRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     FAILED_PAGES_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
+    """id of the daemon's start"""
     epoch: _builtins.int
+    """id of the registration"""
     lease_id: _builtins.int
+    """id from AcquireReply"""
     failed_pages: _builtins.bytes
-    """u32[]: pages whose copy failed"""
+    """u32[pages]: page indexes whose copy failed"""
     def __init__(
         self,
         *,
@@ -1080,6 +1219,8 @@ Global___DoneRequest: _TypeAlias = DoneRequest  # noqa: Y015
 
 @_typing.final
 class DoneReply(_message.Message):
+    """Taken."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -1095,6 +1236,8 @@ Global___DoneReply: _TypeAlias = DoneReply  # noqa: Y015
 
 @_typing.final
 class StoreRequest(_message.Message):
+    """Write KV from memory of the engine's own into the cache, in two steps."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BOOT_ID_FIELD_NUMBER: _builtins.int
@@ -1103,12 +1246,19 @@ class StoreRequest(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     ABORT_LEASE_ID_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
+    """id of the daemon's start"""
     epoch: _builtins.int
+    """id of the registration"""
     abort_lease_id: _builtins.int
+    """id of the lease to give up: nothing was published"""
     @_builtins.property
-    def reserve(self) -> Global___StoreReserve: ...
+    def reserve(self) -> Global___StoreReserve:
+        """first step: take pages"""
+
     @_builtins.property
-    def commit(self) -> Global___StoreCommit: ...
+    def commit(self) -> Global___StoreCommit:
+        """second step: publish them"""
+
     def __init__(
         self,
         *,
@@ -1130,12 +1280,16 @@ Global___StoreRequest: _TypeAlias = StoreRequest  # noqa: Y015
 
 @_typing.final
 class StoreReserve(_message.Message):
+    """Takes pages to be filled."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: _builtins.int
     LEASE_TTL_NS_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
+    """key[whole segments]: what will be stored"""
     lease_ttl_ns: _builtins.int
+    """nanoseconds that the reservation shall last"""
     def __init__(
         self,
         *,
@@ -1152,13 +1306,18 @@ Global___StoreReserve: _TypeAlias = StoreReserve  # noqa: Y015
 
 @_typing.final
 class StoreCommit(_message.Message):
+    """Publishes filled pages."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
+    """id from StoreReply"""
     @_builtins.property
-    def fence(self) -> Global___Fence: ...
+    def fence(self) -> Global___Fence:
+        """covers the writes into the pages"""
+
     def __init__(
         self,
         *,
@@ -1175,13 +1334,18 @@ Global___StoreCommit: _TypeAlias = StoreCommit  # noqa: Y015
 
 @_typing.final
 class StoreReply(_message.Message):
+    """The reservation."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
+    """id for the commit or abort"""
     @_builtins.property
-    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanRun]: ...
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanRun]:
+        """where to write"""
+
     def __init__(
         self,
         *,
@@ -1198,6 +1362,8 @@ Global___StoreReply: _TypeAlias = StoreReply  # noqa: Y015
 
 @_typing.final
 class Region(_message.Message):
+    """A piece of memory that the daemon made."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REGION_ID_FIELD_NUMBER: _builtins.int
@@ -1210,19 +1376,23 @@ class Region(_message.Message):
     RDMA_CAPABLE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     region_id: _builtins.int
-    """unique on the node"""
+    """id, unique on the node; 0 is none"""
     kind: Global___RegionKind.ValueType
+    """what it is for"""
     size_bytes: _builtins.int
+    """bytes of the whole region"""
     page_bytes: _builtins.int
-    """bytes from page to page of the region's unit"""
+    """bytes from one unit of the region's pool (page or slab) to the next"""
     rank: _builtins.int
-    """rank of the shard group it belongs to"""
+    """index of the rank of the shard group it belongs to"""
     pool: _builtins.str
+    """name of the pool that lives in it"""
     chunk_bounds: _builtins.bytes
-    """u64[]: no copy crosses one of these offsets"""
+    """u64[bounds]: offsets in bytes from the region's start that no copy crosses"""
     rdma_capable: _builtins.bool
+    """whether a NIC may read and write it directly; not set by this version"""
     device: _builtins.str
-    """"cpu" or "cuda:3" """
+    """name of the device: "cpu" or "cuda:3" """
     def __init__(
         self,
         *,
@@ -1246,6 +1416,8 @@ Global___Region: _TypeAlias = Region  # noqa: Y015
 
 @_typing.final
 class Component(_message.Message):
+    """Rows of one section of one layer. A row starts at offset + page * page_stride + slot * slot_stride."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SECTION_FIELD_NUMBER: _builtins.int
@@ -1257,14 +1429,15 @@ class Component(_message.Message):
     section: _builtins.str
     """"latent", "index_value", "index_scale" """
     layer: _builtins.int
+    """index of the model's layer"""
     offset: _builtins.int
-    """bytes from the page's start"""
+    """bytes from the region's start to the row of page 0, slot 0"""
     page_stride: _builtins.int
-    """bytes"""
+    """bytes from page to page"""
     slot_stride: _builtins.int
-    """bytes"""
+    """bytes from slot to slot"""
     row_bytes: _builtins.int
-    """bytes"""
+    """bytes of one row"""
     def __init__(
         self,
         *,
@@ -1285,6 +1458,8 @@ Global___Component: _TypeAlias = Component  # noqa: Y015
 
 @_typing.final
 class Layout(_message.Message):
+    """Where everything lies in the pages of one class."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -1292,12 +1467,15 @@ class Layout(_message.Message):
     COMPONENTS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """for people; not part of the fingerprint"""
     page_rows: _builtins.int
     """tokens a page on one rank"""
     fingerprint: _builtins.str
-    """sha256 hex over the above"""
+    """sha256 in hex over page_rows and components"""
     @_builtins.property
-    def components(self) -> _containers.RepeatedCompositeFieldContainer[Global___Component]: ...
+    def components(self) -> _containers.RepeatedCompositeFieldContainer[Global___Component]:
+        """all rows of a token"""
+
     def __init__(
         self,
         *,
@@ -1316,15 +1494,19 @@ Global___Layout: _TypeAlias = Layout  # noqa: Y015
 
 @_typing.final
 class AttachRequest(_message.Message):
+    """A rank's process asks for its memory."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
+    """name of a registered engine"""
     epoch: _builtins.int
+    """id of its registration"""
     rank: _builtins.int
-    """rank of the shard group"""
+    """index of the rank in the shard group, from 0"""
     def __init__(
         self,
         *,
@@ -1342,6 +1524,8 @@ Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
 
 @_typing.final
 class AttachReply(_message.Message):
+    """What a rank may map. The regions' descriptors are fetched on attach.sock."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ATTACH_ID_FIELD_NUMBER: _builtins.int
@@ -1350,16 +1534,19 @@ class AttachReply(_message.Message):
     LAYOUTS_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
     attach_id: _builtins.int
-    """names the timeline word and the fences of this rank"""
+    """id of this attach: names the timeline word and the fences of this rank"""
     timeline_word: _builtins.int
-    """index of the u64 in the TIMELINE region"""
+    """index of this rank's u64 word in the TIMELINE region"""
     boot_id: _builtins.int
+    """id of the daemon's start"""
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Region]:
-        """fds follow on attach.sock, in this order"""
+        """what to map; descriptors come in this order"""
 
     @_builtins.property
-    def layouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassLayout]: ...
+    def layouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassLayout]:
+        """one a page class"""
+
     def __init__(
         self,
         *,
@@ -1379,6 +1566,8 @@ Global___AttachReply: _TypeAlias = AttachReply  # noqa: Y015
 
 @_typing.final
 class ClassLayout(_message.Message):
+    """Where a rank finds the pages of one class."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PAGE_CLASS_FIELD_NUMBER: _builtins.int
@@ -1386,12 +1575,15 @@ class ClassLayout(_message.Message):
     DEVICE_REGION_FIELD_NUMBER: _builtins.int
     HOST_REGION_FIELD_NUMBER: _builtins.int
     page_class: _builtins.str
+    """name of the class"""
     device_region: _builtins.int
-    """region_id"""
+    """region id of the device tier"""
     host_region: _builtins.int
-    """region_id; 0: the worker never reads the host tier"""
+    """region id of the host tier; 0: the worker never reads it"""
     @_builtins.property
-    def layout(self) -> Global___Layout: ...
+    def layout(self) -> Global___Layout:
+        """where rows lie in its pages"""
+
     def __init__(
         self,
         *,
@@ -1410,10 +1602,13 @@ Global___ClassLayout: _TypeAlias = ClassLayout  # noqa: Y015
 
 @_typing.final
 class DetachRequest(_message.Message):
+    """A rank leaves."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ATTACH_ID_FIELD_NUMBER: _builtins.int
     attach_id: _builtins.int
+    """id from AttachReply"""
     def __init__(
         self,
         *,
@@ -1429,6 +1624,8 @@ Global___DetachRequest: _TypeAlias = DetachRequest  # noqa: Y015
 
 @_typing.final
 class DetachReply(_message.Message):
+    """It has left."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -1444,7 +1641,7 @@ Global___DetachReply: _TypeAlias = DetachReply  # noqa: Y015
 
 @_typing.final
 class Ticket(_message.Message):
-    """---------------------------------------------------------------------------------- peers
+    """========================================================================================== peers
 
     A daemon-made right to read one request's KV, released once by the one it was given to.
     """
@@ -1460,21 +1657,23 @@ class Ticket(_message.Message):
     FINAL_FIELD_NUMBER: _builtins.int
     LEASE_TTL_NS_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
-    """128 random bits, hex"""
+    """id: 128 random bits in hex"""
     node_address: _builtins.str
-    """runtime directory (unix) or host:port (mTLS) of the source daemon"""
+    """of the source daemon: runtime directory (unix) or host:port (mTLS)"""
     boot_id: _builtins.int
-    """of the source daemon"""
+    """id of the source daemon's start"""
     kv_fingerprint: _builtins.str
-    """sha256 of the KVFormat: same bytes a token"""
+    """of the KVFormat, equal where the bytes of a token are; this version: its name"""
     committed_tokens: _builtins.int
-    """positions [0, n) can be read"""
+    """tokens [0, n) that can be read"""
     final: _builtins.bool
     """false: the export may be extended"""
     lease_ttl_ns: _builtins.int
-    """renewed by Heartbeat"""
+    """nanoseconds that the lease lasts; renewed by Heartbeat"""
     @_builtins.property
-    def namespace(self) -> Global___Namespace: ...
+    def namespace(self) -> Global___Namespace:
+        """what the source's keys mean; left empty by this version"""
+
     def __init__(
         self,
         *,
@@ -1497,14 +1696,19 @@ Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
 
 @_typing.final
 class ExportRequest(_message.Message):
+    """An engine asks for a ticket on one of its requests."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BOOT_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
+    """id of the daemon's start"""
     epoch: _builtins.int
+    """id of the registration"""
     request_id: _builtins.int
+    """id of an open request"""
     def __init__(
         self,
         *,
@@ -1522,11 +1726,15 @@ Global___ExportRequest: _TypeAlias = ExportRequest  # noqa: Y015
 
 @_typing.final
 class ExportReply(_message.Message):
+    """The ticket."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def ticket(self) -> Global___Ticket: ...
+    def ticket(self) -> Global___Ticket:
+        """on everything the request has committed"""
+
     def __init__(
         self,
         *,
@@ -1542,14 +1750,18 @@ Global___ExportReply: _TypeAlias = ExportReply  # noqa: Y015
 
 @_typing.final
 class AcceptRequest(_message.Message):
+    """The target asks where a ticket's pages are; the first to ask becomes its holder."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_FIELD_NUMBER: _builtins.int
     TARGET_NODE_FIELD_NUMBER: _builtins.int
     target_node: _builtins.str
-    """who pulls"""
+    """name of the node that pulls"""
     @_builtins.property
-    def ticket(self) -> Global___Ticket: ...
+    def ticket(self) -> Global___Ticket:
+        """only ticket_id is read"""
+
     def __init__(
         self,
         *,
@@ -1566,15 +1778,19 @@ Global___AcceptRequest: _TypeAlias = AcceptRequest  # noqa: Y015
 
 @_typing.final
 class SourceRank(_message.Message):
+    """Where one rank of the source keeps its pages."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
     BASE_ADDRESS_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
+    """index of the rank in the source's shard group"""
     base_address: _builtins.int
-    """of the rank's region, in the source mover"""
+    """address, in bytes, of the rank's region in the source mover's process"""
     size_bytes: _builtins.int
+    """bytes that may be read from there on"""
     def __init__(
         self,
         *,
@@ -1592,6 +1808,8 @@ Global___SourceRank: _TypeAlias = SourceRank  # noqa: Y015
 
 @_typing.final
 class AcceptReply(_message.Message):
+    """Everything a pull needs."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     AGENT_METADATA_FIELD_NUMBER: _builtins.int
@@ -1602,17 +1820,21 @@ class AcceptReply(_message.Message):
     SPANS_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
     agent_metadata: _builtins.bytes
-    """NIXL, opaque"""
+    """opaque: of the source mover's NIXL agent"""
     agent_name: _builtins.str
-    """unique with the mover's incarnation in it"""
+    """name of that agent, unique: it has the mover's incarnation in it"""
     mover_incarnation: _builtins.int
-    """a change drops metadata, prepared lists and chunks"""
+    """id of the source mover's process; a change voids everything read from it"""
     generations: _builtins.bytes
-    """u32[pages]: checked again after each chunk"""
+    """u32[pages]: generation numbers; shown again in CheckRequest"""
     @_builtins.property
-    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceRank]: ...
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceRank]:
+        """one a rank of the source's shard group"""
+
     @_builtins.property
-    def layout(self) -> Global___Layout: ...
+    def layout(self) -> Global___Layout:
+        """of the source's pages"""
+
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanRun]:
         """device pages of the source"""
@@ -1638,11 +1860,15 @@ Global___AcceptReply: _TypeAlias = AcceptReply  # noqa: Y015
 
 @_typing.final
 class HeartbeatRequest(_message.Message):
+    """Keeps tickets alive."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """ids of tickets to renew"""
+
     def __init__(
         self,
         *,
@@ -1658,12 +1884,14 @@ Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
 
 @_typing.final
 class HeartbeatReply(_message.Message):
+    """Which tickets are over."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     UNKNOWN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def unknown_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """expired or never given: stop reading"""
+        """ids of tickets that expired, ended or were never given: stop reading"""
 
     def __init__(
         self,
@@ -1680,15 +1908,19 @@ Global___HeartbeatReply: _TypeAlias = HeartbeatReply  # noqa: Y015
 
 @_typing.final
 class CheckRequest(_message.Message):
+    """Is what was read still what was exported?"""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_ID_FIELD_NUMBER: _builtins.int
     MOVER_INCARNATION_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
+    """id of an accepted ticket"""
     mover_incarnation: _builtins.int
+    """id of the source mover's process, as accepted"""
     generations: _builtins.bytes
-    """u32[pages] as accepted"""
+    """u32[pages]: generation numbers, as accepted"""
     def __init__(
         self,
         *,
@@ -1706,6 +1938,8 @@ Global___CheckRequest: _TypeAlias = CheckRequest  # noqa: Y015
 
 @_typing.final
 class CheckReply(_message.Message):
+    """Yes. Otherwise the call fails, and nothing that was read may be used."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -1721,10 +1955,13 @@ Global___CheckReply: _TypeAlias = CheckReply  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):
+    """The holder is done with a ticket."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_ID_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
+    """id of the ticket"""
     def __init__(
         self,
         *,
@@ -1740,6 +1977,8 @@ Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
 
 @_typing.final
 class ReleaseReply(_message.Message):
+    """The ticket is over."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -1755,7 +1994,10 @@ Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
 
 @_typing.final
 class Strided(_message.Message):
-    """---------------------------------------------------------------------------------- movers"""
+    """Frames over the mover's own unix socket, not gRPC: MoverCommand one way, MoverEvent the other.
+
+    Copies of one shape between two regions: for each pair of offsets, rows on a grid of counts.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1768,18 +2010,21 @@ class Strided(_message.Message):
     TARGET_STRIDES_FIELD_NUMBER: _builtins.int
     ROW_BYTES_FIELD_NUMBER: _builtins.int
     source_region: _builtins.int
+    """region id"""
     target_region: _builtins.int
+    """region id"""
     source_offsets: _builtins.bytes
-    """i64[]: bytes from the region's start"""
+    """i64[copies]: bytes from the source region's start"""
     target_offsets: _builtins.bytes
-    """i64[]"""
+    """i64[copies]: bytes from the target region's start"""
     counts: _builtins.bytes
-    """u64[]: outer extents"""
+    """u64[dimensions]: count of steps in each outer dimension, slowest first"""
     source_strides: _builtins.bytes
-    """i64[]: bytes"""
+    """i64[dimensions]: bytes from step to step in the source"""
     target_strides: _builtins.bytes
-    """i64[]: bytes"""
+    """i64[dimensions]: bytes from step to step in the target"""
     row_bytes: _builtins.int
+    """bytes of the contiguous innermost run"""
     def __init__(
         self,
         *,
@@ -1802,16 +2047,21 @@ Global___Strided: _TypeAlias = Strided  # noqa: Y015
 
 @_typing.final
 class Plan(_message.Message):
+    """A numbered unit of work: done as a whole, or failed as a whole."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PLAN_ID_FIELD_NUMBER: _builtins.int
     PURPOSE_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
-    """unique in the daemon's boot"""
+    """id, never used twice"""
     purpose: _builtins.str
+    """"offload", "onboard", "spill", "mirror", "copy_on_write", "place" """
     @_builtins.property
-    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___Strided]: ...
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___Strided]:
+        """in any order: no two of them touch the same target byte"""
+
     def __init__(
         self,
         *,
@@ -1838,11 +2088,11 @@ class PullChunk(_message.Message):
     LENGTHS_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     remote_addresses: _builtins.bytes
-    """u64[]"""
+    """u64[reads]: address in the source mover's process, in bytes"""
     staging_offsets: _builtins.bytes
-    """u64[]"""
+    """u64[reads]: bytes from the staging region's start"""
     lengths: _builtins.bytes
-    """u64[]: bytes"""
+    """u64[reads]: bytes to read"""
     @_builtins.property
     def placement(self) -> Global___Plan:
         """staging region -> target regions"""
@@ -1865,6 +2115,8 @@ Global___PullChunk: _TypeAlias = PullChunk  # noqa: Y015
 
 @_typing.final
 class Pull(_message.Message):
+    """Reads from another node's mover."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PULL_ID_FIELD_NUMBER: _builtins.int
@@ -1874,14 +2126,19 @@ class Pull(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     DEADLINE_NS_FIELD_NUMBER: _builtins.int
     pull_id: _builtins.int
-    """shares the plan ids' number space"""
+    """id from the same numbers as plan ids"""
     agent_name: _builtins.str
+    """name of the source mover's NIXL agent"""
     agent_metadata: _builtins.bytes
+    """opaque: of that agent"""
     peer_incarnation: _builtins.int
+    """id of the source mover's process; agent_name must end in it"""
     deadline_ns: _builtins.int
-    """from the first post, our own: a hung peer never errors"""
+    """nanoseconds allowed from the first read on: a hung peer never errors"""
     @_builtins.property
-    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PullChunk]: ...
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PullChunk]:
+        """carried out one after the other"""
+
     def __init__(
         self,
         *,
@@ -1902,6 +2159,8 @@ Global___Pull: _TypeAlias = Pull  # noqa: Y015
 
 @_typing.final
 class MoverCommand(_message.Message):
+    """From daemon to mover."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BOOT_ID_FIELD_NUMBER: _builtins.int
@@ -1913,23 +2172,33 @@ class MoverCommand(_message.Message):
     LIST_OUTSTANDING_FIELD_NUMBER: _builtins.int
     START_AGENT_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
-    """of the daemon; a mover serves the newest it has seen"""
+    """id of the daemon's start; a mover serves the newest it has seen"""
     cancel: _builtins.int
-    """plan or pull id: no further chunk starts; the terminal result still comes"""
+    """plan or pull id: no further chunk starts; its Completion still comes"""
     @_builtins.property
-    def hello(self) -> Global___Hello: ...
-    @_builtins.property
-    def add_region(self) -> Global___AddRegion:
-        """its fd comes with it (SCM_RIGHTS)"""
+    def hello(self) -> Global___Hello:
+        """answered by Welcome"""
 
     @_builtins.property
-    def submit(self) -> Global___Plan: ...
+    def add_region(self) -> Global___AddRegion:
+        """answered by RegionAdded; its descriptor comes with it (SCM_RIGHTS)"""
+
     @_builtins.property
-    def pull(self) -> Global___Pull: ...
+    def submit(self) -> Global___Plan:
+        """answered by Completion"""
+
     @_builtins.property
-    def list_outstanding(self) -> Global___ListOutstanding: ...
+    def pull(self) -> Global___Pull:
+        """answered by Completion"""
+
     @_builtins.property
-    def start_agent(self) -> Global___StartAgent: ...
+    def list_outstanding(self) -> Global___ListOutstanding:
+        """answered by kept Completions, then Outstanding"""
+
+    @_builtins.property
+    def start_agent(self) -> Global___StartAgent:
+        """answered by AgentStarted"""
+
     def __init__(
         self,
         *,
@@ -1954,6 +2223,8 @@ Global___MoverCommand: _TypeAlias = MoverCommand  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
+    """The first command of a connection."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -1969,11 +2240,15 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class AddRegion(_message.Message):
+    """Map a region. The same one again is harmless; other memory under a known id stops the mover."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REGION_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def region(self) -> Global___Region: ...
+    def region(self) -> Global___Region:
+        """its description"""
+
     def __init__(
         self,
         *,
@@ -1989,6 +2264,8 @@ Global___AddRegion: _TypeAlias = AddRegion  # noqa: Y015
 
 @_typing.final
 class ListOutstanding(_message.Message):
+    """Say which plans and pulls you still carry."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -2004,6 +2281,8 @@ Global___ListOutstanding: _TypeAlias = ListOutstanding  # noqa: Y015
 
 @_typing.final
 class StartAgent(_message.Message):
+    """Start the NIXL agent, or describe it again after more regions came."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -2019,6 +2298,8 @@ Global___StartAgent: _TypeAlias = StartAgent  # noqa: Y015
 
 @_typing.final
 class MoverEvent(_message.Message):
+    """From mover to daemon."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int
@@ -2028,17 +2309,27 @@ class MoverEvent(_message.Message):
     OUTSTANDING_FIELD_NUMBER: _builtins.int
     AGENT_STARTED_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
-    """of the mover process"""
+    """id of the mover's process, 64 random bits"""
     @_builtins.property
-    def welcome(self) -> Global___Welcome: ...
+    def welcome(self) -> Global___Welcome:
+        """to Hello"""
+
     @_builtins.property
-    def region_added(self) -> Global___RegionAdded: ...
+    def region_added(self) -> Global___RegionAdded:
+        """to AddRegion"""
+
     @_builtins.property
-    def completion(self) -> Global___Completion: ...
+    def completion(self) -> Global___Completion:
+        """to Submit and Pull, once a connection"""
+
     @_builtins.property
-    def outstanding(self) -> Global___Outstanding: ...
+    def outstanding(self) -> Global___Outstanding:
+        """to ListOutstanding"""
+
     @_builtins.property
-    def agent_started(self) -> Global___AgentStarted: ...
+    def agent_started(self) -> Global___AgentStarted:
+        """to StartAgent"""
+
     def __init__(
         self,
         *,
@@ -2061,12 +2352,16 @@ Global___MoverEvent: _TypeAlias = MoverEvent  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
+    """The mover says who it is."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PID_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
+    """process id"""
     device: _builtins.str
+    """name of the device it moves bytes for, for example "cpu" """
     def __init__(
         self,
         *,
@@ -2083,13 +2378,16 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class RegionAdded(_message.Message):
+    """A region is mapped."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REGION_ID_FIELD_NUMBER: _builtins.int
     BASE_ADDRESS_FIELD_NUMBER: _builtins.int
     region_id: _builtins.int
+    """id of the region"""
     base_address: _builtins.int
-    """in the mover"""
+    """address, in bytes, of the region's start in the mover's process"""
     def __init__(
         self,
         *,
@@ -2106,11 +2404,13 @@ Global___RegionAdded: _TypeAlias = RegionAdded  # noqa: Y015
 
 @_typing.final
 class Outstanding(_message.Message):
+    """What the mover still carries."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PLAN_IDS_FIELD_NUMBER: _builtins.int
     plan_ids: _builtins.bytes
-    """u64[]"""
+    """u64[plans]: plan and pull ids"""
     def __init__(
         self,
         *,
@@ -2126,15 +2426,21 @@ Global___Outstanding: _TypeAlias = Outstanding  # noqa: Y015
 
 @_typing.final
 class AgentStarted(_message.Message):
+    """The NIXL agent runs, or could not be started."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     AGENT_NAME_FIELD_NUMBER: _builtins.int
     AGENT_METADATA_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     agent_name: _builtins.str
+    """name of the agent"""
     agent_metadata: _builtins.bytes
+    """opaque: for peers; a snapshot of the regions known now"""
     @_builtins.property
-    def error(self) -> Global___Error: ...
+    def error(self) -> Global___Error:
+        """set: there is no agent"""
+
     def __init__(
         self,
         *,
@@ -2152,9 +2458,7 @@ Global___AgentStarted: _TypeAlias = AgentStarted  # noqa: Y015
 
 @_typing.final
 class Completion(_message.Message):
-    """The only way a plan ends. UNKNOWN_FATE: bytes may still arrive; the pages stay quarantined until
-    the mover's agent is gone.
-    """
+    """The only way a plan or pull ends."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2165,17 +2469,29 @@ class Completion(_message.Message):
     class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Completion._Outcome.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         OUTCOME_UNSPECIFIED: Completion._Outcome.ValueType  # 0
+        """never sent"""
         DONE: Completion._Outcome.ValueType  # 1
+        """all bytes are in place"""
         FAILED: Completion._Outcome.ValueType  # 2
+        """see error; no further byte will arrive"""
         CANCELLED: Completion._Outcome.ValueType  # 3
+        """stopped on request; no further byte will arrive"""
         UNKNOWN_FATE: Completion._Outcome.ValueType  # 4
+        """bytes may still arrive; the pages stay quarantined until the mover's process is gone"""
 
-    class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
+    class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
+        """How it ended."""
+
     OUTCOME_UNSPECIFIED: Completion.Outcome.ValueType  # 0
+    """never sent"""
     DONE: Completion.Outcome.ValueType  # 1
+    """all bytes are in place"""
     FAILED: Completion.Outcome.ValueType  # 2
+    """see error; no further byte will arrive"""
     CANCELLED: Completion.Outcome.ValueType  # 3
+    """stopped on request; no further byte will arrive"""
     UNKNOWN_FATE: Completion.Outcome.ValueType  # 4
+    """bytes may still arrive; the pages stay quarantined until the mover's process is gone"""
 
     PLAN_ID_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
@@ -2183,11 +2499,17 @@ class Completion(_message.Message):
     BUSY_NS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
+    """plan or pull id"""
     outcome: Global___Completion.Outcome.ValueType
+    """how it ended"""
     moved_bytes: _builtins.int
+    """bytes copied, or read from the peer"""
     busy_ns: _builtins.int
+    """nanoseconds spent copying, or reading and placing"""
     @_builtins.property
-    def error(self) -> Global___Error: ...
+    def error(self) -> Global___Error:
+        """set unless DONE"""
+
     def __init__(
         self,
         *,
@@ -2207,7 +2529,10 @@ Global___Completion: _TypeAlias = Completion  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):
-    """---------------------------------------------------------------------------------- admin"""
+    """------------------------------------------------------------------------------------ admin: status
+
+    How is the node?
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2224,6 +2549,8 @@ Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
 
 @_typing.final
 class StatusReply(_message.Message):
+    """The node at a glance."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -2256,20 +2583,28 @@ class StatusReply(_message.Message):
     COUNTERS_FIELD_NUMBER: _builtins.int
     LEDGER_OK_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
+    """id of the daemon's start"""
     version: _builtins.str
+    """version of the daemon's program"""
     node: _builtins.str
+    """name of the node"""
     state: _builtins.str
     """"starting", "serving", "draining" """
     uptime_ns: _builtins.int
+    """nanoseconds since the daemon started"""
     ledger_ok: _builtins.bool
-    """free + reserved + filling + ready + draining + quarantined = capacity, every pool"""
+    """Whether free + reserved + filling + ready + draining + quarantined = capacity in every pool."""
     @_builtins.property
-    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]: ...
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]:
+        """one an engine epoch that may hold something"""
+
     @_builtins.property
-    def movers(self) -> _containers.RepeatedCompositeFieldContainer[Global___MoverStatus]: ...
+    def movers(self) -> _containers.RepeatedCompositeFieldContainer[Global___MoverStatus]:
+        """one a mover"""
+
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """since start; names in GLOSSARY.md"""
+        """name -> count of events since the start; names in GLOSSARY.md"""
 
     def __init__(
         self,
@@ -2294,6 +2629,8 @@ Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
 
 @_typing.final
 class EngineStatus(_message.Message):
+    """One epoch of an engine."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_FIELD_NUMBER: _builtins.int
@@ -2303,12 +2640,17 @@ class EngineStatus(_message.Message):
     RANKS_ATTACHED_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
+    """name of the engine"""
     group: _builtins.str
+    """name of its memory group"""
     epoch: _builtins.int
+    """id of the registration"""
     state: _builtins.str
-    """"registered", "attached", "suspect", "gone" """
+    """"registered", "attached" (all ranks), "suspect" """
     ranks_attached: _builtins.int
+    """count of ranks attached now"""
     requests: _builtins.int
+    """count of its requests that hold pages"""
     def __init__(
         self,
         *,
@@ -2329,6 +2671,8 @@ Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
 
 @_typing.final
 class MoverStatus(_message.Message):
+    """One mover."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DEVICE_FIELD_NUMBER: _builtins.int
@@ -2337,10 +2681,15 @@ class MoverStatus(_message.Message):
     OUTSTANDING_FIELD_NUMBER: _builtins.int
     AGENT_STARTED_FIELD_NUMBER: _builtins.int
     device: _builtins.str
+    """name of its device"""
     pid: _builtins.int
+    """process id"""
     incarnation: _builtins.int
+    """id of its process"""
     outstanding: _builtins.int
+    """count of plans and pulls it carries"""
     agent_started: _builtins.bool
+    """whether its NIXL agent runs"""
     def __init__(
         self,
         *,
@@ -2360,6 +2709,11 @@ Global___MoverStatus: _TypeAlias = MoverStatus  # noqa: Y015
 
 @_typing.final
 class PoolsRequest(_message.Message):
+    """------------------------------------------------------------------------------------- admin: pools
+
+    What is in the pools?
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -2375,11 +2729,15 @@ Global___PoolsRequest: _TypeAlias = PoolsRequest  # noqa: Y015
 
 @_typing.final
 class PoolsReply(_message.Message):
+    """The account of every pool."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POOLS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]: ...
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]:
+        """one a pool"""
+
     def __init__(
         self,
         *,
@@ -2434,24 +2792,35 @@ class PoolStatus(_message.Message):
     PROMISED_BYTES_FIELD_NUMBER: _builtins.int
     PAGES_BY_CLASS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
+    """name of the pool"""
     tier: _builtins.str
     """"device" or "host" """
     ranks: _builtins.int
+    """count of ranks it spans"""
     capacity_bytes: _builtins.int
+    """bytes in all"""
     free_bytes: _builtins.int
+    """bytes that nobody holds"""
     reserved_bytes: _builtins.int
+    """bytes taken, not written yet"""
     filling_bytes: _builtins.int
+    """bytes being written"""
     ready_bytes: _builtins.int
+    """bytes with final content"""
     draining_bytes: _builtins.int
+    """bytes given back, whose fence has not passed"""
     quarantined_bytes: _builtins.int
+    """bytes that something may still write to"""
     pinned_bytes: _builtins.int
-    """overlay"""
+    """bytes of the above that somebody holds (overlay)"""
     reclaimable_bytes: _builtins.int
-    """overlay: can be taken back now"""
+    """bytes of the above that can be taken back now (overlay)"""
     promised_bytes: _builtins.int
-    """overlay: promised to admitted requests, not taken yet"""
+    """bytes promised to admitted requests, not taken yet (overlay)"""
     @_builtins.property
-    def pages_by_class(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    def pages_by_class(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """page class -> count of pages not free"""
+
     def __init__(
         self,
         *,
@@ -2480,10 +2849,13 @@ Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
 
 @_typing.final
 class MapRequest(_message.Message):
+    """What is in each page of one pool?"""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
+    """name of the pool"""
     def __init__(
         self,
         *,
@@ -2499,6 +2871,8 @@ Global___MapRequest: _TypeAlias = MapRequest  # noqa: Y015
 
 @_typing.final
 class MapReply(_message.Message):
+    """One entry an accounting unit of the pool, in address order."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
@@ -2507,14 +2881,17 @@ class MapReply(_message.Message):
     CLASS_NAMES_FIELD_NUMBER: _builtins.int
     PINS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
+    """name of the pool"""
     states: _builtins.bytes
     """u8[units]: 0 free, 1 reserved, 2 filling, 3 ready, 4 draining, 5 quarantined"""
     classes: _builtins.bytes
     """u8[units]: index into class_names, 255 = unassigned"""
     pins: _builtins.bytes
-    """u32[units]"""
+    """u32[units]: count of pins"""
     @_builtins.property
-    def class_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def class_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """names of the pool's page classes"""
+
     def __init__(
         self,
         *,
@@ -2534,6 +2911,11 @@ Global___MapReply: _TypeAlias = MapReply  # noqa: Y015
 
 @_typing.final
 class RequestsRequest(_message.Message):
+    """---------------------------------------------------------------------------------- admin: requests
+
+    What do the engines hold?
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -2549,11 +2931,15 @@ Global___RequestsRequest: _TypeAlias = RequestsRequest  # noqa: Y015
 
 @_typing.final
 class RequestsReply(_message.Message):
+    """Every admitted request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStatus]: ...
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStatus]:
+        """one a request"""
+
     def __init__(
         self,
         *,
@@ -2569,6 +2955,8 @@ Global___RequestsReply: _TypeAlias = RequestsReply  # noqa: Y015
 
 @_typing.final
 class RequestStatus(_message.Message):
+    """One admitted request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_FIELD_NUMBER: _builtins.int
@@ -2582,16 +2970,25 @@ class RequestStatus(_message.Message):
     SPANS_FIELD_NUMBER: _builtins.int
     HOST_ONLY_SPANS_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
+    """name of its engine"""
     request_id: _builtins.int
+    """id in the engine's epoch"""
     state: _builtins.str
     """"waiting", "running", "closing" """
     session_id: _builtins.str
+    """id of its session; empty: none"""
     prompt_tokens: _builtins.int
+    """tokens of its prompt"""
     cached_tokens: _builtins.int
+    """tokens that it did not have to compute"""
     committed_tokens: _builtins.int
+    """tokens that its engine says are final"""
     fenced_tokens: _builtins.int
+    """tokens of those that are known to be written"""
     spans: _builtins.int
+    """count of its spans (first chain)"""
     host_only_spans: _builtins.int
+    """count of those not wholly on the device"""
     def __init__(
         self,
         *,
@@ -2616,11 +3013,16 @@ Global___RequestStatus: _TypeAlias = RequestStatus  # noqa: Y015
 
 @_typing.final
 class PrefixesRequest(_message.Message):
+    """---------------------------------------------------------------------------------- admin: prefixes
+
+    What does the cache hold?
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LIMIT_FIELD_NUMBER: _builtins.int
     limit: _builtins.int
-    """most rows; 0: 100"""
+    """most rows to answer with (count); 0: 100"""
     def __init__(
         self,
         *,
@@ -2636,13 +3038,17 @@ Global___PrefixesRequest: _TypeAlias = PrefixesRequest  # noqa: Y015
 
 @_typing.final
 class PrefixesReply(_message.Message):
+    """Cached prefixes."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PREFIXES_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     spans: _builtins.int
+    """count of all cached spans"""
     tokens: _builtins.int
+    """tokens in them"""
     @_builtins.property
     def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixStatus]:
         """one a leaf, newest first"""
@@ -2664,6 +3070,8 @@ Global___PrefixesReply: _TypeAlias = PrefixesReply  # noqa: Y015
 
 @_typing.final
 class PrefixStatus(_message.Message):
+    """One leaf of the prefix tree and the path to it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
@@ -2675,16 +3083,21 @@ class PrefixStatus(_message.Message):
     PINS_FIELD_NUMBER: _builtins.int
     IDLE_NS_FIELD_NUMBER: _builtins.int
     group: _builtins.str
+    """name of the memory group"""
     chain: _builtins.str
+    """name of the chain"""
     key: _builtins.str
-    """hex of the leaf's last key"""
+    """the leaf's last key in hex"""
     tokens: _builtins.int
-    """root to leaf"""
+    """tokens from the root to the leaf"""
     device_tokens: _builtins.int
+    """tokens of those on the device"""
     host_tokens: _builtins.int
+    """tokens of those on the host"""
     pins: _builtins.int
-    """of the leaf span"""
+    """count of pins of the leaf span"""
     idle_ns: _builtins.int
+    """nanoseconds since the leaf was last used"""
     def __init__(
         self,
         *,
@@ -2707,6 +3120,11 @@ Global___PrefixStatus: _TypeAlias = PrefixStatus  # noqa: Y015
 
 @_typing.final
 class LeasesRequest(_message.Message):
+    """------------------------------------------------------------------------------------ admin: leases
+
+    Which tickets are out?
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -2722,11 +3140,15 @@ Global___LeasesRequest: _TypeAlias = LeasesRequest  # noqa: Y015
 
 @_typing.final
 class LeasesReply(_message.Message):
+    """Every right that ends with time."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseStatus]: ...
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseStatus]:
+        """one a lease"""
+
     def __init__(
         self,
         *,
@@ -2742,6 +3164,8 @@ Global___LeasesReply: _TypeAlias = LeasesReply  # noqa: Y015
 
 @_typing.final
 class LeaseStatus(_message.Message):
+    """One lease."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
@@ -2751,12 +3175,17 @@ class LeaseStatus(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_NS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    """id in hex"""
     kind: _builtins.str
     """"ticket" """
     holder: _builtins.str
+    """role of the one who accepted it: "peer"; empty: nobody yet"""
     request_id: _builtins.int
+    """id of the request whose pages it pins"""
     tokens: _builtins.int
+    """tokens that can be read"""
     expires_in_ns: _builtins.int
+    """nanoseconds left; 0: expired"""
     def __init__(
         self,
         *,

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class EngineStub:
-    """Missing associated documentation comment in .proto file."""
+    """For engine schedulers (role "engine").
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -67,10 +68,12 @@ class EngineStub:
 
 
 class EngineServicer:
-    """Missing associated documentation comment in .proto file."""
+    """For engine schedulers (role "engine").
+    """
 
     def Register(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Begins a new epoch of an engine; an older one of the same name becomes stale.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -83,25 +86,29 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """How long a prefix is cached; pins and renews nothing.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Acquire(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Pins a cached prefix to be copied out. Answers NOT_IMPLEMENTED in this version.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Done(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Ends an Acquire. Answers NOT_IMPLEMENTED in this version.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Store(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Writes into the cache from outside. Answers NOT_IMPLEMENTED in this version.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -148,7 +155,8 @@ def add_EngineServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Engine:
-    """Missing associated documentation comment in .proto file."""
+    """For engine schedulers (role "engine").
+    """
 
     @staticmethod
     def Register(request,
@@ -314,7 +322,8 @@ class Engine:
 
 
 class WorkerStub:
-    """Missing associated documentation comment in .proto file."""
+    """For the ranks' processes (role "worker").
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -335,10 +344,12 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Missing associated documentation comment in .proto file."""
+    """For the ranks' processes (role "worker").
+    """
 
     def Attach(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Gives a rank its timeline word and the regions it may map.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -372,7 +383,8 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Missing associated documentation comment in .proto file."""
+    """For the ranks' processes (role "worker").
+    """
 
     @staticmethod
     def Attach(request,
@@ -430,7 +442,8 @@ class Worker:
 
 
 class PeerStub:
-    """Missing associated documentation comment in .proto file."""
+    """Hand-off of one request's KV between nodes.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -466,36 +479,40 @@ class PeerStub:
 
 
 class PeerServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Hand-off of one request's KV between nodes.
+    """
 
     def Export(self, request, context):
-        """engine -> its own daemon
+        """An engine asks its own daemon for a ticket (role "engine").
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Accept(self, request, context):
-        """target daemon -> source daemon, and below
+        """The target's daemon asks the source's where the pages are (role "peer", as below).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Renews leases; engines may call it too.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Check(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """After the last byte and before anything is published.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Gives the source its pages back.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -537,7 +554,8 @@ def add_PeerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Peer:
-    """Missing associated documentation comment in .proto file."""
+    """Hand-off of one request's KV between nodes.
+    """
 
     @staticmethod
     def Export(request,
@@ -676,7 +694,8 @@ class Peer:
 
 
 class AdminStub:
-    """Missing associated documentation comment in .proto file."""
+    """Read-only views for people and tools (any role but "worker").
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -717,40 +736,47 @@ class AdminStub:
 
 
 class AdminServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Read-only views for people and tools (any role but "worker").
+    """
 
     def Status(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Engines, movers, counters, and whether the ledger adds up.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pools(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Bytes of every pool by state.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Map(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """One pool, unit by unit.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Requests(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What the engines' requests hold.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefixes(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What the prefix cache holds.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Leases(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Tickets that are out.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -797,7 +823,8 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """Missing associated documentation comment in .proto file."""
+    """Read-only views for people and tools (any role but "worker").
+    """
 
     @staticmethod
     def Status(request,
