@@ -51,11 +51,10 @@ protos: $(STAMP) ## regenerate the code in protos/ from kvmanager.proto
 	sed -i 's/^import kvmanager_pb2 as/from kvmanager.protos import kvmanager_pb2 as/' protos/kvmanager_pb2_grpc.py
 
 gpu-test: $(STAMP) ## the tests that need an NVIDIA GPU
-	$(BIN)/python -m pytest -q -m gpu $(PYTEST_FLAGS)
+	PYTHON=$(BIN)/python tests/gpu.sh test
 
 gpu-bench: $(STAMP) ## the benchmarks that need an NVIDIA GPU
-	mkdir -p build
-	$(BIN)/python -m tests.bench --gpu --json build/gpu-bench.json
+	PYTHON=$(BIN)/python tests/gpu.sh bench
 
 clean: ## remove what was made here, the environment included
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -40,7 +40,11 @@ def figures() -> Iterator[Figure]:
     numbers = iter(range(1, 1_000))
     whole_s = median_s(lambda: _run(executor, CopyPlan(next(numbers), Purpose.OFFLOAD, copies)), 7)
     yield Figure(
-        "cpu executor: 32 whole pages", size / whole_s / MIB, "MiB/s", "one plain copy of the same bytes", memcpy_s / whole_s
+        "cpu executor: 32 whole pages",
+        size / whole_s / MIB,
+        "MiB/s",
+        "one plain copy of the same bytes",
+        memcpy_s / whole_s,
     )
     tokens = np.arange(PAGES * 64, dtype=np.int64)
     span, rank, slot = ShardGeometry(8, 64, 1).place(tokens)
@@ -50,7 +54,10 @@ def figures() -> Iterator[Figure]:
     )
     permute_s = median_s(lambda: _run(executor, CopyPlan(next(numbers), Purpose.PLACE, permuted)), 5)
     yield Figure(
-        "cpu executor: DCP8 to sequential, 32 pages", size / permute_s / MIB, "MiB/s", "one plain copy of the same bytes",
+        "cpu executor: DCP8 to sequential, 32 pages",
+        size / permute_s / MIB,
+        "MiB/s",
+        "one plain copy of the same bytes",
         memcpy_s / permute_s,
     )
     plan_s = median_s(

@@ -12,9 +12,9 @@ from kvmanager.core.events import (
     AttachRank,
     Close,
     Closing,
+    CopyOutcome,
     Open,
     PlanEnded,
-    CopyOutcome,
     Progress,
     RegisterEngine,
     Step,
@@ -115,4 +115,6 @@ def figures() -> Iterator[Figure]:
     chain = driver.node.state.groups["prefill"].chains[0]
     match_s = median_s(lambda: chain.index.match(keys, TOKENS // PAGE_ROWS - 1), 20)
     hash_s = median_s(lambda: hashlib.sha256(keys).digest(), 20)
-    yield Figure("core: prefix match of 1,048,576 tokens", match_s * 1e6, "us", "one sha256 over its keys", match_s / hash_s)
+    yield Figure(
+        "core: prefix match of 1,048,576 tokens", match_s * 1e6, "us", "one sha256 over its keys", match_s / hash_s
+    )

@@ -52,7 +52,12 @@ def _measure(runtime_dir: Path, node: NodeProcess) -> Iterator[Figure]:
         key_tokens=PAGE_ROWS,
     )
     engine = AttachedEngine(
-        runtime_dir, "bench", group="prefill", namespace=namespace, layouts=[native_layout(GLM53_TINY, PAGE_ROWS)], ranks=8
+        runtime_dir,
+        "bench",
+        group="prefill",
+        namespace=namespace,
+        layouts=[native_layout(GLM53_TINY, PAGE_ROWS)],
+        ranks=8,
     )
     link, echo = _echo_pair()
     payload = b"x" * 256

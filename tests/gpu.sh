@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU: `tests/gpu.sh test`, `tests/gpu.sh bench`, or both without an argument.
+# PYTHON names an interpreter that has torch for this GPU; the repository itself need not be installed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python="${PYTHON:-python3}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+what="${1:-all}"
+if [[ $what == test || $what == all ]]; then
+  "$python" -m pytest -q -m gpu tests/gpu
+fi
+if [[ $what == bench || $what == all ]]; then
+  "$python" -m tests.bench --gpu --json "${JSON:-build/gpu-bench.json}"
+fi
