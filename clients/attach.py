@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 
 import grpc
 
-from kvmanager.errors import DaemonError, KVError, NotReady, Unauthorized
-from kvmanager.frames import FrameReader, receive_frame, send_frame
+from kvmanager.errors import DaemonError, KVError, NotReady, PeerUnreachable, Unauthorized
+from kvmanager.framing import receive_json, send_json
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import ATTACH_SOCKET
 from kvmanager.wire import error_from_proto
@@ -30,12 +30,11 @@ class Attachment:
     daemon restarts. Safe to use from several threads.
     """
 
-    def __init__(self, channel: socket.socket, reader: FrameReader, token: str, grpc_path: Path, boot_id: int) -> None:
+    def __init__(self, channel: socket.socket, token: str, grpc_path: Path, boot_id: int) -> None:
         self.token = token
         self.grpc_path = grpc_path
         self.boot_id = boot_id
         self._channel = channel
-        self._reader = reader
         self._lock = threading.Lock()
 
     def fetch_fds(self, attach_id: int) -> list[int]:
@@ -44,17 +43,16 @@ class Attachment:
         Raises the daemon's typed error, NotReady when the connection is broken.
         """
         with self._lock:
-            payload, fds = _ask(self._channel, self._reader, {"fds_for": attach_id})
+            payload, fds = _ask(self._channel, {"fds_for": attach_id})
         if payload.get("fds_for") != attach_id:
             for fd in fds:
                 os.close(fd)
             raise DaemonError(f"asked for the descriptors of attach {attach_id}, got {payload}")
-        return fds
+        return list(fds)
 
     def close(self) -> None:
         """Leaves: the daemon sees the connection end at once. Idempotent."""
         self._channel.close()
-        self._reader.close()
 
 
 def attach(runtime_dir: Path, role: str, name: str, timeout_s: float = ATTACH_TIMEOUT_S) -> Attachment:
@@ -65,19 +63,17 @@ def attach(runtime_dir: Path, role: str, name: str, timeout_s: float = ATTACH_TI
     """
     path = runtime_dir / ATTACH_SOCKET
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    reader = FrameReader()
     try:
         channel.settimeout(timeout_s)
         _connect(channel, path)
-        payload, _ = _ask(channel, reader, {"role": role, "name": name})
+        payload, _ = _ask(channel, {"role": role, "name": name})
         token, grpc_path, boot_id = payload.get("token"), payload.get("grpc"), payload.get("boot_id")
         if not isinstance(token, str) or not isinstance(grpc_path, str) or not isinstance(boot_id, int):
             raise DaemonError(f"{path} answered {sorted(payload)}, not a token; is it a kvmanager node?")
     except BaseException:
         channel.close()
-        reader.close()
         raise
-    return Attachment(channel, reader, token, Path(grpc_path), boot_id)
+    return Attachment(channel, token, Path(grpc_path), boot_id)
 
 
 def _connect(channel: socket.socket, path: Path) -> None:
@@ -89,12 +85,12 @@ def _connect(channel: socket.socket, path: Path) -> None:
         raise NotReady(f"no node answers on {path} ({error}); is it started?") from error
 
 
-def _ask(channel: socket.socket, reader: FrameReader, question: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+def _ask(channel: socket.socket, question: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
     try:
-        with contextlib.suppress(BrokenPipeError):  # refused before it heard us: the reason lies in the socket
-            send_frame(channel, question)
-        payload, fds = receive_frame(channel, reader)
-    except OSError as error:
+        with contextlib.suppress(PeerUnreachable):  # refused before it heard us: the reason lies in the socket
+            send_json(channel, question)
+        payload, fds = receive_json(channel)
+    except PeerUnreachable as error:
         raise NotReady(f"the node's attach connection broke ({error}); attach again") from error
     if "error" in payload:
         raise _typed(payload["error"])

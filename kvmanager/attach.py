@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, Suspect, Unauthorized
-from kvmanager.frames import FrameReader, send_frame
+from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, PeerUnreachable, Suspect, Unauthorized
+from kvmanager.framing import MAX_JSON_BYTES, Frame, FrameReader, json_object, send_json
 from kvmanager.runtime_dir import ATTACH_SOCKET, bind_socket, make_private_dir
 
 ROLES: Final = ("engine", "worker", "operator", "peer")
@@ -40,7 +40,6 @@ HELLO_DEADLINE_S: Final = 5.0
 
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in Python's socket module
 _UCRED: Final = struct.Struct("iII")
-_RECEIVE_BYTES: Final = 16 << 10
 _log = logging.getLogger(__name__)
 
 
@@ -76,7 +75,7 @@ class _Connection:
     channel: socket.socket | None
     peer: Peer
     opened_s: float
-    reader: FrameReader = field(default_factory=FrameReader)
+    reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_JSON_BYTES))
     identity: ClientIdentity | None = None
 
 
@@ -222,36 +221,44 @@ class AttachServer:
         if channel is None:  # dropped earlier in this turn
             return
         try:
-            data = channel.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
+            frames = connection.reader.receive(channel)
+        except PeerUnreachable:
             self._drop(connection)
             return
-        connection.reader.feed(data)
-        try:
-            while connection.channel is not None and (frame := connection.reader.next()) is not None:
-                self._serve(connection, frame[0])
         except KVError as error:
             self._refuse(connection, error)
-
-    def _serve(self, connection: _Connection, frame: dict[str, object]) -> None:
-        if connection.identity is None:
-            self._greet(connection, frame)
             return
-        attach_id = frame.get("fds_for")
-        if not isinstance(attach_id, int) or isinstance(attach_id, bool) or frame.keys() != {"fds_for"}:
-            raise InvalidArgument(f"a frame with keys {sorted(frame)}; this connection serves {{'fds_for': attach_id}}")
+        for frame in frames:
+            frame.close()  # a client has no descriptors for us; `_serve` says so
+            if connection.channel is None:  # refused for the frame before
+                continue
+            try:
+                self._serve(connection, frame)
+            except KVError as error:
+                self._refuse(connection, error)
+        if connection.reader.ended:
+            self._drop(connection)
+
+    def _serve(self, connection: _Connection, frame: Frame) -> None:
+        if frame.fds:
+            raise InvalidArgument(f"a frame brings {len(frame.fds)} descriptors; this connection takes none")
+        message = json_object(frame.payload)
+        if connection.identity is None:
+            self._greet(connection, message)
+            return
+        attach_id = message.get("fds_for")
+        if not isinstance(attach_id, int) or isinstance(attach_id, bool) or message.keys() != {"fds_for"}:
+            raise InvalidArgument(
+                f"a frame with keys {sorted(message)}; this connection serves {{'fds_for': attach_id}}"
+            )
         try:
             fds = self._fds_for(connection.identity.token, attach_id)
             self._send(connection, {"fds_for": attach_id}, fds)
         except KVError as error:  # the question was well formed, so the connection stays
             self._send(connection, _error_frame(error))
 
-    def _greet(self, connection: _Connection, frame: dict[str, object]) -> None:
-        role, name = frame.get("role"), frame.get("name")
+    def _greet(self, connection: _Connection, message: dict[str, object]) -> None:
+        role, name = message.get("role"), message.get("name")
         if role not in ROLES:
             raise InvalidArgument(f"role {role!r} is not one of {', '.join(ROLES)}")
         if not isinstance(name, str) or not 0 < len(name) <= NAME_MAX_CHARS:
@@ -272,8 +279,8 @@ class AttachServer:
         if connection.channel is None:
             return
         try:
-            send_frame(connection.channel, payload, fds)
-        except OSError:
+            send_json(connection.channel, payload, fds)
+        except PeerUnreachable:
             self._drop(connection)
 
     def _refuse(self, connection: _Connection, error: KVError) -> None:

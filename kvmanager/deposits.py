@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvmanager.errors import DaemonError, InvalidArgument, KVError
-from kvmanager.frames import FrameReader, receive_frame, receive_with_fds, send_frame
+from kvmanager.errors import DaemonError, InvalidArgument, PeerUnreachable, RequestError
+from kvmanager.framing import MAX_JSON_BYTES, FrameReader, json_object, receive_json, send_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class DepositBox:
 
     def __init__(self) -> None:
         self._held: dict[str, Deposit] = {}
-        self._reader = FrameReader()
+        self._reader = FrameReader(MAX_JSON_BYTES)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -42,26 +43,33 @@ class DepositBox:
     def new_daemon(self) -> None:
         """Forgets half a frame of the daemon before, never a deposit."""
         self._reader.close()
-        self._reader = FrameReader()
+        self._reader = FrameReader(MAX_JSON_BYTES)
 
     def serve(self, channel: socket.socket) -> bool:
         """Reads once and answers each whole frame; False when the daemon closed its end.
 
-        Raises OSError when it does not take the answer, InvalidArgument or LimitExceeded when the
-        stream makes no sense any more.
+        Raises PeerUnreachable when it does not take the answer or broke off within a frame, InvalidArgument
+        or LimitExceeded when the stream makes no sense any more.
         """
-        data, fds = receive_with_fds(channel)
-        self._reader.feed(data, fds)
-        while (frame := self._reader.next()) is not None:
-            payload, fds = frame
-            try:
-                self._answer(channel, payload, fds)
-            except KVError as error:
-                send_frame(channel, {"error": str(error)})
-            finally:
-                for fd in fds:
-                    os.close(fd)
-        return bool(data)
+        frames = deque(self._reader.receive(channel))
+        try:
+            while frames:
+                frame = frames.popleft()
+                self._serve_frame(channel, frame.payload, list(frame.fds))
+        finally:
+            for frame in frames:
+                frame.close()
+        return not self._reader.ended
+
+    def _serve_frame(self, channel: socket.socket, payload: bytes, fds: list[int]) -> None:
+        """Answers one request and closes the descriptors that were not taken in."""
+        try:
+            self._answer(channel, json_object(payload), fds)
+        except RequestError as error:
+            send_json(channel, {"error": str(error)})
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def close(self) -> None:
         """Lets go of all memory: what nobody else holds is gone."""
@@ -74,16 +82,16 @@ class DepositBox:
         match payload:
             case {"op": "deposit", "name": str(name), "size": int(size)}:
                 self._take(name, size, fds)
-                send_frame(channel, {"op": "deposit"})
+                send_json(channel, {"op": "deposit"})
             case {"op": "forget", "name": str(name)}:
                 if name not in self._held:
                     raise InvalidArgument(f"nothing called {name!r} is deposited; held are {sorted(self._held)}")
                 os.close(self._held.pop(name).fd)
-                send_frame(channel, {"op": "forget"})
+                send_json(channel, {"op": "forget"})
             case {"op": "reclaim"}:
-                send_frame(channel, {"op": "reclaim", "count": len(self._held)})
+                send_json(channel, {"op": "reclaim", "count": len(self._held)})
                 for held in self._held.values():
-                    send_frame(channel, {"op": "held", "name": held.name, "size": held.size_bytes}, [held.fd])
+                    send_json(channel, {"op": "held", "name": held.name, "size": held.size_bytes}, [held.fd])
             case _:
                 raise InvalidArgument(f"unknown request with keys {sorted(payload)}, op {payload.get('op')!r}")
 
@@ -100,7 +108,6 @@ class KeeperLink:
 
     def __init__(self, fd: int) -> None:
         self._channel = socket.socket(fileno=fd)
-        self._reader = FrameReader()
 
     def deposit(self, name: str, size_bytes: int, fd: int) -> None:
         """Gives the keeper a duplicate of `fd`. Raises DaemonError when it refuses or is gone."""
@@ -125,20 +132,19 @@ class KeeperLink:
     def close(self) -> None:
         """Closes the daemon's end."""
         self._channel.close()
-        self._reader.close()
 
     def _ask(self, question: Mapping[str, Any], fds: list[int]) -> Mapping[str, Any]:
         try:
-            send_frame(self._channel, question, fds)
-        except OSError as error:
+            send_json(self._channel, question, fds)
+        except PeerUnreachable as error:
             raise DaemonError(f"the keeper is gone: {error}") from error
         payload, _ = self._receive()
         return payload
 
-    def _receive(self) -> tuple[dict[str, Any], list[int]]:
+    def _receive(self) -> tuple[dict[str, Any], tuple[int, ...]]:
         try:
-            payload, fds = receive_frame(self._channel, self._reader)
-        except OSError as error:
+            payload, fds = receive_json(self._channel)
+        except PeerUnreachable as error:
             raise DaemonError(f"the keeper is gone: {error}") from error
         if "error" in payload:
             raise DaemonError(f"the keeper refused: {payload['error']}")

@@ -3,22 +3,28 @@
 A frame is a header of two little-endian u32 (payload bytes, number of fds), then the payload. Fds come
 as SCM_RIGHTS with the frame's first byte; the header counts them, because the kernel ties fds to a place
 in the stream only loosely. `send_frame`/`receive_frame` block; `FrameWriter`/`FrameReader` don't.
+
+Payloads are protobuf messages between daemon and mover, up to 64 MiB; on the attach socket and between
+keeper and daemon each is one JSON object, up to 64 KiB (`send_json`, `receive_json`, `json_object`).
+Standard library only: the keeper uses it too.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from kvmanager.errors import InvalidArgument, LimitExceeded, PeerUnreachable
+from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, PeerUnreachable
 from kvmanager.units import KIB, MIB
 
 MAX_FRAME_BYTES: Final = 64 * MIB
+MAX_JSON_BYTES: Final = 64 * KIB
 MAX_FDS: Final = 64
 """Of one frame; the kernel takes at most 253 a call."""
 _HEADER: Final = struct.Struct("<II")
@@ -33,13 +39,22 @@ class Frame:
     payload: bytes
     fds: tuple[int, ...] = ()
 
+    def close(self) -> None:
+        """Closes its fds. Call it once."""
+        for fd in self.fds:
+            os.close(fd)
 
-def _header(payload: bytes, fds: Sequence[int]) -> bytes:
-    if len(payload) > MAX_FRAME_BYTES or len(fds) > MAX_FDS:
-        raise LimitExceeded(
-            f"a frame of {len(payload)} bytes and {len(fds)} fds: at most {MAX_FRAME_BYTES} bytes and {MAX_FDS} fds"
-        )
+
+def _header(payload: bytes, fds: Sequence[int], max_bytes: int) -> bytes:
+    _check_size(len(payload), len(fds), max_bytes)
     return _HEADER.pack(len(payload), len(fds))
+
+
+def _check_size(payload_bytes: int, fds: int, max_bytes: int) -> None:
+    if payload_bytes > max_bytes or fds > MAX_FDS:
+        raise LimitExceeded(
+            f"a frame of {payload_bytes} bytes and {fds} fds: at most {max_bytes} bytes and {MAX_FDS} fds"
+        )
 
 
 class FrameWriter:
@@ -54,7 +69,7 @@ class FrameWriter:
 
     def put(self, payload: bytes, fds: Sequence[int] = ()) -> None:
         """Queues a frame; fds are duplicated, so the caller may close its own. Raises LimitExceeded."""
-        header = _header(payload, fds)
+        header = _header(payload, fds, MAX_FRAME_BYTES)
         self._queue.append((memoryview(header + payload), tuple(_duplicate(fd) for fd in fds)))
 
     def flush(self, sock: socket.socket) -> None:
@@ -87,9 +102,14 @@ def _duplicate(fd: int) -> int:
 
 
 class FrameReader:
-    """Frames out of a socket, however its bytes are cut up. `ended`: the other side has closed."""
+    """Frames out of a socket, however its bytes are cut up. `ended`: the other side has closed.
 
-    def __init__(self) -> None:
+    After an error the stream makes no sense any more: close the reader and the socket.
+    """
+
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        """`max_bytes`: the largest payload taken."""
+        self._max_bytes = max_bytes
         self._data = bytearray()
         self._fds: deque[int] = deque()
         self.ended = False
@@ -115,24 +135,32 @@ class FrameReader:
         return frames
 
     def _complete(self) -> list[Frame]:
-        frames = []
-        start = 0
-        while len(self._data) - start >= _HEADER.size:
-            size, count = _HEADER.unpack_from(self._data, start)
-            if size > MAX_FRAME_BYTES or count > MAX_FDS:
-                raise LimitExceeded(
-                    f"a frame of {size} bytes and {count} fds: at most {MAX_FRAME_BYTES} bytes and {MAX_FDS} fds"
-                )
-            end = start + _HEADER.size + size
-            if len(self._data) < end:
-                break
-            if count > len(self._fds):
-                raise InvalidArgument(f"a frame announced {count} fds, {len(self._fds)} came")
-            payload = bytes(memoryview(self._data)[start + _HEADER.size : end])
-            frames.append(Frame(payload, tuple(self._fds.popleft() for _ in range(count))))
-            start = end
-        del self._data[:start]
+        frames: list[Frame] = []
+        try:
+            while (frame := self._next()) is not None:
+                frames.append(frame)
+            if len(self._fds) > (MAX_FDS if self._data else 0):
+                raise InvalidArgument(f"{len(self._fds)} fds came that no frame announced")
+        except KVError:
+            for frame in frames:
+                frame.close()
+            raise
         return frames
+
+    def _next(self) -> Frame | None:
+        """Takes the next frame off the front, if it is complete."""
+        if len(self._data) < _HEADER.size:
+            return None
+        size, count = _HEADER.unpack_from(self._data)
+        _check_size(size, count, self._max_bytes)
+        end = _HEADER.size + size
+        if len(self._data) < end:
+            return None
+        if count > len(self._fds):
+            raise InvalidArgument(f"a frame announced {count} fds, {len(self._fds)} came")
+        payload = bytes(memoryview(self._data)[_HEADER.size : end])
+        del self._data[:end]
+        return Frame(payload, tuple(self._fds.popleft() for _ in range(count)))
 
     def close(self) -> None:
         """Closes fds that came for frames that never completed."""
@@ -140,9 +168,14 @@ class FrameReader:
             os.close(self._fds.popleft())
 
 
-def send_frame(sock: socket.socket, payload: bytes, fds: Sequence[int] = ()) -> None:
-    """Sends one frame on a blocking socket. Raises LimitExceeded, PeerUnreachable."""
-    data = memoryview(_header(payload, fds) + payload)
+def send_frame(
+    sock: socket.socket, payload: bytes, fds: Sequence[int] = (), max_bytes: int = MAX_FRAME_BYTES
+) -> None:
+    """Sends one frame; the fds stay open here. Raises LimitExceeded, PeerUnreachable.
+
+    A socket that does not block must take the whole frame at once, otherwise it is PeerUnreachable.
+    """
+    data = memoryview(_header(payload, fds, max_bytes) + payload)
     try:
         sent = socket.send_fds(sock, [data], fds) if fds else sock.send(data)
         sock.sendall(data[sent:])
@@ -150,7 +183,7 @@ def send_frame(sock: socket.socket, payload: bytes, fds: Sequence[int] = ()) -> 
         raise PeerUnreachable(f"the other side of the socket is gone: {error}") from error
 
 
-def receive_frame(sock: socket.socket) -> Frame | None:
+def receive_frame(sock: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> Frame | None:
     """The next frame of a blocking socket; None when the other side has closed. Reads not a byte beyond it.
 
     Raises LimitExceeded, PeerUnreachable (also when the socket's time-out passes), InvalidArgument.
@@ -161,8 +194,7 @@ def receive_frame(sock: socket.socket) -> Frame | None:
         if not head:
             return None
         size, count = _HEADER.unpack(head)
-        if size > MAX_FRAME_BYTES or count > MAX_FDS:
-            raise LimitExceeded(f"a frame of {size} bytes and {count} fds: at most {MAX_FRAME_BYTES} and {MAX_FDS}")
+        _check_size(size, count, max_bytes)
         payload = _read_exactly(sock, size, fds)
         if len(payload) < size:
             raise PeerUnreachable("the connection ended within a frame")
@@ -174,6 +206,37 @@ def receive_frame(sock: socket.socket) -> Frame | None:
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def send_json(sock: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+    """Sends one JSON object, as `send_frame` does. Raises LimitExceeded over 64 KiB, PeerUnreachable."""
+    send_frame(sock, json.dumps(message, separators=(",", ":")).encode(), fds, MAX_JSON_BYTES)
+
+
+def receive_json(sock: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """The next JSON object of a blocking socket and its fds, which are the caller's to close.
+
+    Raises what `receive_frame` and `json_object` raise; a closed connection is PeerUnreachable.
+    """
+    frame = receive_frame(sock, MAX_JSON_BYTES)
+    if frame is None:
+        raise PeerUnreachable("the other side closed the connection")
+    try:
+        return json_object(frame.payload), frame.fds
+    except InvalidArgument:
+        frame.close()
+        raise
+
+
+def json_object(payload: bytes) -> dict[str, Any]:
+    """The JSON object of a payload. Raises InvalidArgument for anything else."""
+    try:
+        message = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"a frame of {len(payload)} bytes is not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise InvalidArgument(f"a frame holds {type(message).__name__}, not a JSON object")
+    return message
 
 
 def _receive(sock: socket.socket, most_bytes: int, fds: list[int] | deque[int]) -> bytes:

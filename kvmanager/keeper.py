@@ -165,7 +165,7 @@ class Keeper:
             return
         try:
             more = self._box.serve(self._channel)
-        except (OSError, KVError) as error:
+        except KVError as error:
             _log.error("the daemon's channel is closed: %s", error)
             more = False
         if not more:

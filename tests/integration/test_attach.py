@@ -25,11 +25,12 @@ from kvmanager.errors import (
     Draining,
     InvalidArgument,
     NotReady,
+    PeerUnreachable,
     Suspect,
     Unauthorized,
     UnknownRequest,
 )
-from kvmanager.frames import FRAME_MAX_BYTES, FrameReader, receive_frame
+from kvmanager.framing import MAX_FDS, MAX_JSON_BYTES, receive_json
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 
@@ -46,8 +47,8 @@ print(attachment.token, flush=True)
 NOBODY = 65534
 
 
-def frame(body: bytes) -> bytes:
-    return struct.pack("<I", len(body)) + body
+def frame(body: bytes, fds: int = 0) -> bytes:
+    return struct.pack("<II", len(body), fds) + body
 
 
 class Door:
@@ -191,7 +192,7 @@ def test_wrong_uid_is_told_who_and_what_to_do(door: Door) -> None:
         "channel.connect(sys.argv[1])\n"
         "data = b''\n"
         "while chunk := channel.recv(4096): data += chunk\n"
-        "sys.stdout.write(data[4:].decode())\n"
+        "sys.stdout.write(data[8:].decode())\n"
     )
     command = [sys.executable, "-c", script, str(door.server.path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S)
@@ -222,25 +223,25 @@ def test_no_node(tmp_path: Path) -> None:
         (frame(b"\xff\xfe\xfd\xfc"), "INVALID_ARGUMENT", "not JSON"),
         (frame(b"[" * 60_000), "INVALID_ARGUMENT", "not JSON"),
         (frame(b"[]"), "INVALID_ARGUMENT", "list"),
-        (struct.pack("<I", FRAME_MAX_BYTES + 1), "LIMIT_EXCEEDED", str(FRAME_MAX_BYTES + 1)),
+        (struct.pack("<II", MAX_JSON_BYTES + 1, 0), "LIMIT_EXCEEDED", str(MAX_JSON_BYTES + 1)),
         (b"GET / HTTP/1.1\r\n\r\n", "LIMIT_EXCEEDED", "at most"),
         (frame(b"{}"), "INVALID_ARGUMENT", "role None"),
         (frame(b'{"role":"captain","name":"x"}'), "INVALID_ARGUMENT", "'captain'"),
         (frame(b'{"role":["engine"],"name":"x"}'), "INVALID_ARGUMENT", "'engine'"),
         (frame(b'{"role":"engine","name":3}'), "INVALID_ARGUMENT", "name"),
         (frame(b'{"role":"engine","name":""}'), "INVALID_ARGUMENT", "name"),
-        (frame(b'{"role":"engine","name":"x","fds":10000}'), "INVALID_ARGUMENT", "10000"),
-        (frame(b'{"role":"engine","name":"x","fds":-1}'), "INVALID_ARGUMENT", "-1"),
+        (frame(b'{"role":"engine","name":"x"}', fds=3), "INVALID_ARGUMENT", "announced 3 fds, 0 came"),
+        (frame(b'{"role":"engine","name":"x"}', fds=MAX_FDS + 1), "LIMIT_EXCEEDED", f"at most {MAX_JSON_BYTES}"),
     ],
 )
 def test_malformed_input_is_a_typed_error(door: Door, data: bytes, reason: str, part: str) -> None:
     with door.raw() as channel:
         channel.sendall(data)
-        payload, _ = receive_frame(channel, FrameReader())
+        payload, _ = receive_json(channel)
         assert payload["error"]["reason"] == reason
         assert part in payload["error"]["message"]
-        with pytest.raises((ConnectionError, OSError)):
-            receive_frame(channel, FrameReader())
+        with pytest.raises(PeerUnreachable):
+            receive_json(channel)
     door.attach().close()
     assert door.attached().role == "engine"
 
@@ -249,9 +250,24 @@ def test_frames_arrive_in_pieces(door: Door) -> None:
     with door.raw() as channel:
         for byte in frame(b'{"role":"peer","name":"slow"}'):
             channel.send(bytes([byte]))
-        payload, _ = receive_frame(channel, FrameReader())
+        payload, _ = receive_json(channel)
         assert len(payload["token"]) == 64
     assert door.attached().name == "slow"
+
+
+@pytest.mark.parametrize("announced", [1, 0])
+def test_descriptors_from_a_client_are_refused_and_closed(door: Door, announced: int) -> None:
+    door.attach().close()  # whatever the server opens once is open from here on
+    token = door.attached().token
+    assert door.next() == ("disconnect", token)
+    source, target = os.pipe()
+    with door.raw() as channel:
+        socket.send_fds(channel, [frame(b'{"role":"engine","name":"x"}', fds=announced)], [target])
+        payload, _ = receive_json(channel)
+        assert payload["error"]["reason"] == "INVALID_ARGUMENT"
+    os.close(target)
+    assert os.read(source, 1) == b"", "the server still holds the pipe's other end"
+    os.close(source)
 
 
 def test_a_client_that_leaves_before_its_name_is_forgotten(door: Door) -> None:

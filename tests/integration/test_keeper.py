@@ -25,9 +25,15 @@ import logging, sys
 from kvmanager.keeper import Keeper, KeeperLimits
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 limits = KeeperLimits(drain_s={drain_s}, mover_stop_s={drain_s}, restarts_max=3, backoff_first_s=0.01)
-python = (sys.executable, "-u", "-c")
+python = (sys.executable, "-c")
 sys.exit(Keeper((*python, {daemon!r}), (*python, {mover!r}), limits).run())
 """
+SAY = """
+import os
+def print(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+"""Goes before each child's program: a line is one write, for the children share the keeper's pipe."""
 MOVER = "import os, time\nprint('mover', os.getpid())\ntime.sleep(600)\n"
 """Says its pid and runs."""
 DAEMON = """
@@ -63,7 +69,7 @@ class Lines:
 def keeper(
     daemon: str = DAEMON, mover: str = MOVER, drain_s: float = 20.0
 ) -> Iterator[tuple[subprocess.Popen[str], Lines]]:
-    script = KEEPER.format(daemon=daemon, mover=mover, drain_s=drain_s)
+    script = KEEPER.format(daemon=SAY + daemon, mover=SAY + mover, drain_s=drain_s)
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -9,7 +9,19 @@ import threading
 import pytest
 
 from kvmanager.errors import InvalidArgument, LimitExceeded, PeerUnreachable
-from kvmanager.framing import MAX_FDS, MAX_FRAME_BYTES, Frame, FrameReader, FrameWriter, receive_frame, send_frame
+from kvmanager.framing import (
+    MAX_FDS,
+    MAX_FRAME_BYTES,
+    MAX_JSON_BYTES,
+    Frame,
+    FrameReader,
+    FrameWriter,
+    json_object,
+    receive_frame,
+    receive_json,
+    send_frame,
+    send_json,
+)
 
 
 @pytest.fixture
@@ -176,3 +188,79 @@ def test_a_gone_reader_is_a_typed_error(pair):
     writer.close()
     with pytest.raises(PeerUnreachable):
         send_frame(a, b"lost")
+
+
+def test_fds_of_good_frames_are_closed_when_a_bad_one_follows(pair):
+    a, b = pair
+    source, target = os.pipe()
+    socket.send_fds(a, [struct.pack("<II", 1, 1) + b"x" + struct.pack("<II", MAX_FRAME_BYTES + 1, 0)], [target])
+    os.close(target)
+    reader = FrameReader()
+    with pytest.raises(LimitExceeded):
+        reader.receive(b)
+    reader.close()
+    assert os.read(source, 1) == b""
+    os.close(source)
+
+
+def test_fds_that_no_frame_announced(pair):
+    a, b = pair
+    fd = _memory(b"x")
+    socket.send_fds(a, [struct.pack("<II", 0, 0)], [fd])
+    reader = FrameReader()
+    with pytest.raises(InvalidArgument, match="1 fds came that no frame announced"):
+        reader.receive(b)
+    reader.close()
+    # Within a frame that never ends they are bounded too.
+    a.send(struct.pack("<II", 1000, 0))
+    reader = FrameReader()
+    assert reader.receive(b) == []
+    for _ in range(MAX_FDS):
+        socket.send_fds(a, [b"x"], [fd])
+        assert reader.receive(b) == []
+    socket.send_fds(a, [b"x"], [fd])
+    with pytest.raises(InvalidArgument, match=f"{MAX_FDS + 1} fds came"):
+        reader.receive(b)
+    reader.close()
+    os.close(fd)
+
+
+def test_json_objects_and_their_fds(pair):
+    a, b = pair
+    fd = _memory(b"one")
+    send_json(a, {"op": "take", "size": 1 << 63}, [fd])
+    send_json(a, {})
+    os.close(fd)
+    a.close()
+    message, fds = receive_json(b)
+    assert message == {"op": "take", "size": 1 << 63}
+    assert _contents(Frame(b"", fds)) == [b"one"]
+    assert receive_json(b) == ({}, ())
+    with pytest.raises(PeerUnreachable, match="closed"):
+        receive_json(b)
+
+
+def test_json_is_bounded_before_it_is_read(pair):
+    a, b = pair
+    with pytest.raises(LimitExceeded):
+        send_json(a, {"name": "x" * MAX_JSON_BYTES})
+    a.send(struct.pack("<II", MAX_JSON_BYTES + 1, 0))
+    with pytest.raises(LimitExceeded, match=str(MAX_JSON_BYTES + 1)):
+        receive_json(b)
+    a.send(struct.pack("<II", MAX_JSON_BYTES + 1, 0))
+    with pytest.raises(LimitExceeded, match=str(MAX_JSON_BYTES + 1)):
+        FrameReader(MAX_JSON_BYTES).receive(b)
+
+
+@pytest.mark.parametrize("payload", [b"", b"garbage", b"\xff\xfe", b"[]", b"3", b"[" * 20_000])
+def test_what_is_no_json_object(pair, payload):
+    a, b = pair
+    with pytest.raises(InvalidArgument):
+        json_object(payload)
+    source, target = os.pipe()
+    send_frame(a, payload, [target])
+    os.close(target)
+    with pytest.raises(InvalidArgument):
+        receive_json(b)
+    assert os.read(source, 1) == b"", "the fds of a message that can't be read are closed"
+    os.close(source)
