@@ -21,11 +21,10 @@ from kvmanager import __version__, screens
 from kvmanager.clients.admin import AdminClient, to_plain
 from kvmanager.config import NodeConfig
 from kvmanager.errors import ConfigError, KVError, NotReady
+from kvmanager.keeper import EXIT_CONFIG, EXIT_FAILED
 from kvmanager.units import format_bytes
 
-EXIT_FAILED: Final = 1
 EXIT_UNREACHABLE: Final = 3
-EXIT_CONFIG: Final = 78
 
 R = TypeVar("R", bound=Message)
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
