@@ -11,8 +11,12 @@ from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.request import Phase
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
+from kvmanager.core.spec import Placement
 from kvmanager.core.state import CopyJob, FenceEntry, State
 from kvmanager.errors import InvariantViolation
+
+_ABSENT, _FILLING, _READY = (int(state) for state in CopyState)
+_PAGE_READY = int(PageState.READY)
 
 
 def _check(condition: bool, story: str) -> None:
@@ -111,61 +115,79 @@ def _audit_promises(state: State, group: Group) -> None:
 
 def _audit_spans(group: Group, chain: Chain) -> None:
     table = chain.table
-    for row in chain.table:
-        story = f"{group.spec.name}/{chain.spec.name} span {row}"
-        _check(0 <= table.valid[row] <= table.segments[row], f"{story}: {table.valid[row]} valid segments")
-        _check(len(table.keys[row]) == table.valid[row] * group.key_bytes, f"{story}: keys do not cover its segments")
-        width = chain.spec.span_pages(table.order(row))
-        for c in range(table.classes):
-            for tier in (DEVICE, HOST):
-                pages = table.pages[c, tier, row]
-                held = int((pages != NO_PAGE).sum())
-                present = table.copies[c, tier, row] != CopyState.ABSENT
-                _check(held == (width if present else 0), f"{story}: class {c} tier {tier} has {held} pages of {width}")
-                if table.copies[c, tier, row] == CopyState.READY:
-                    name = chain.spec.classes[c].name
-                    states = chain.pool(c, tier).spaces[name].state[pages[pages != NO_PAGE]]
-                    _check(bool((states == PageState.READY).all()), f"{story}: a ready copy on pages that are not")
+    rows = table.rows()
+    where = f"{group.spec.name}/{chain.spec.name}"
+
+    def each(holds: npt.NDArray[np.bool_], what: str) -> None:
+        _check(bool(holds.all()), f"{where} span {int(rows[np.argmin(holds)]) if len(rows) else -1}: {what}")
+
+    valid = table.valid[rows]
+    each((valid >= 0) & (valid <= table.segments[rows]), "more segments valid than it has")
+    lengths = np.fromiter((len(table.keys[row]) for row in rows.tolist()), np.int64, len(rows))
+    each(lengths == valid.astype(np.int64) * group.key_bytes, "keys do not cover its segments")
+    each((table.pins[rows] >= 0) & (table.busy[rows] >= 0), "negative pins or plans")
+    widths = table.segments[rows]
+    if chain.spec.placement is Placement.SHARDED:
+        widths = widths // chain.spec.ranks
+    for c, page_class in enumerate(chain.spec.classes):
+        for tier in (DEVICE, HOST):
+            pages, copies = table.pages[c, tier, rows], table.copies[c, tier, rows]
+            held = (pages != NO_PAGE).sum(axis=1)
+            expected = np.where(copies != _ABSENT, widths, 0)
+            each(held == expected, f"class {page_class.name} tier {tier} has other than its number of pages")
+            if tier == HOST and not chain.has_host(c):
+                continue
+            ready = pages[copies == _READY].ravel()
+            states = chain.pool(c, tier).spaces[page_class.name].state[ready[ready != NO_PAGE]]
+            ready_too = bool((states == _PAGE_READY).all())
+            _check(ready_too, f"{where} {page_class.name}: a ready copy on pages that are not ready")
 
 
 def _audit_index(group: Group, chain: Chain) -> None:
+    table = chain.table
+    rows = table.rows()
+    where = f"{group.spec.name}/{chain.spec.name}"
+    published = table.published[rows]
+    held = (table.pins[rows] > 0) | (table.busy[rows] > 0)
+    leaked = rows[~published & ~held]
+    _check(len(leaked) == 0, f"{where} spans {leaked[:5]}: neither findable nor held")
+    nowhere = rows[published & (table.copies[:, :, rows] == _ABSENT).all(axis=1).any(axis=0)]
+    _check(len(nowhere) == 0, f"{where} spans {nowhere[:5]}: findable, but some class of them is nowhere")
+    found = rows[published]
+    parents = table.parent[found]
+    below, above = found[parents != NO_SPAN], parents[parents != NO_SPAN]
+    _check(bool(table.published[above].all()), f"{where}: a span's parent can't be found")
+    _check(bool((table.valid == table.segments)[above].all()), f"{where}: a span stands below one that is not full")
+    _check(bool((table.last_used[above] >= table.last_used[below]).all()), f"{where}: used later than its parent")
+    counted = np.bincount(above, minlength=len(table.live))
+    _check(bool((counted == table.children)[rows].all()), f"{where}: children differ from what parents say")
+    _audit_tables(chain, found.tolist(), where)
+
+
+def _audit_tables(chain: Chain, published: list[int], where: str) -> None:
+    """Every published span is named once by its first key, and full ones by their last; nothing else is."""
     table, index = chain.table, chain.index
-    children: Counter[int] = Counter()
-    for row in chain.table:
-        story = f"{group.spec.name}/{chain.spec.name} span {row}"
-        if not table.published[row]:
-            _check(table.pins[row] > 0 or table.busy[row] > 0, f"{story}: neither findable nor held: a leak")
-            _check(table.children[row] == 0, f"{story}: children below a span that can't be found")
-            continue
-        namespace, keys = int(table.namespace[row]), table.keys[row]
-        found = index.heads.get((namespace, keys[: group.key_bytes]), [])
-        _check(found.count(row) == 1, f"{story}: published but not once among the heads")
-        last = index.ends.get((namespace, keys[-group.key_bytes :]))
-        _check(not table.full(row) or last == row, f"{story}: full and published, but row {last} stands for its key")
-        absent = (table.copies[:, :, row] == CopyState.ABSENT).all(axis=1)
-        _check(not absent.any(), f"{story}: findable, but class {int(np.argmax(absent))} is nowhere")
-        parent = int(table.parent[row])
-        if parent == NO_SPAN:
-            continue
-        children[parent] += 1
-        _check(bool(table.published[parent]) and table.full(parent), f"{story}: its parent {parent} can't be found")
-        _check(table.last_used[parent] >= table.last_used[row], f"{story}: used later than its parent {parent}")
-    for row in chain.table:
-        counted = int(table.children[row])
-        _check(children[row] == counted, f"span {row}: {counted} children, {children[row]} found")
-    named = [*(row for rows in index.heads.values() for row in rows), *index.ends.values()]
-    _check(bool((table.live & table.published)[named].all()), "the index names a span that is not published")
+    named = Counter(row for rows in index.heads.values() for row in rows)
+    _check(named == Counter(published), f"{where}: heads name other spans than the published ones")
+    full = [row for row in published if table.full(row)]
+    _check(sorted(index.ends.values()) == full, f"{where}: ends name other spans than the full ones")
+    for row in published:
+        namespace, keys, width = int(table.namespace[row]), table.keys[row], index.key_bytes
+        _check(row in index.heads.get((namespace, keys[:width]), ()), f"{where} span {row}: not under its first key")
+    for (namespace, key), row in index.ends.items():
+        same = namespace == table.namespace[row] and table.keys[row].endswith(key)
+        _check(bool(same), f"{where} span {row}: it stands for a key that is not its last")
 
 
 def _audit_holders(state: State, group: Group, number: int, chain: Chain) -> None:
     pins, busy = _pins(state, group, number), _busy(state, group, number)
     table = chain.table
-    for row in table:
-        _check(pins[row] == table.pins[row], f"span {row}: {table.pins[row]} pins, holders account for {pins[row]}")
-        _check(busy[row] == table.busy[row], f"span {row}: busy {table.busy[row]}, plans account for {busy[row]}")
-        filling = (table.copies[:, HOST, row] == CopyState.FILLING).any()
-        _check(not filling or busy[row] > 0, f"span {row}: its host copy is being filled by nobody")
-    _check(set(pins) | set(busy) <= set(table), f"held spans that do not exist: {(set(pins) | set(busy)) - set(table)}")
+    rows = table.rows()
+    for name, counted, kept in (("pins", pins, table.pins), ("plans", busy, table.busy)):
+        noted = {row: count for row, count in zip(rows.tolist(), kept[rows].tolist(), strict=True) if count}
+        _check(noted == dict(counted), f"{chain.spec.name}: {name} {noted}, their holders account for {dict(counted)}")
+    filling = (table.copies[:, HOST, rows] == _FILLING).any(axis=0) & (table.busy[rows] == 0)
+    _check(not filling.any(), f"{chain.spec.name} spans {rows[filling][:5]}: host copies are being filled by nobody")
 
 
 def _pins(state: State, group: Group, number: int) -> Counter[int]:

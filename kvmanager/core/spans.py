@@ -129,8 +129,9 @@ class SpanTable:
 
     def page_list(self, page_class: int, tier: int, row: int) -> PageArray:
         """The span's pages of a class in a tier, in span-page order; empty when absent."""
-        pages = self.pages[page_class, tier, row]
-        return pages[pages != NO_PAGE]
+        pages: PageArray = self.pages[page_class, tier, row]
+        held: PageArray = pages[pages != NO_PAGE]
+        return held
 
     def put(self, page_class: int, tier: int, row: int, pages: PageArray, state: CopyState) -> None:
         """Gives an absent copy its pages."""

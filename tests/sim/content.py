@@ -1,0 +1,95 @@
+"""What KV bytes should be: sessions of tokens, their chained keys, and the pattern of every row.
+
+The content of a row follows from everything up to its token, the namespace and the component, so bytes of
+another prefix, another namespace, another position or another section never pass for right ones.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from kvmanager.core.plans import Rows
+from kvmanager.layout import KVLayout, Section
+from kvmanager.transport.executor import RegionMap
+
+PAGE_ROWS = 4
+POISON = 0xA5
+_MASK = 2**64 - 1
+_SECTIONS = {section: number for number, section in enumerate(Section)}
+
+
+def _chain(digest: int, token: int) -> int:
+    digest = ((digest ^ token) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & _MASK
+    return digest ^ (digest >> 29)
+
+
+@dataclass
+class Text:
+    """Tokens by their running digests: `digests[p]` names all tokens up to position p."""
+
+    digests: list[int] = field(default_factory=list)
+
+    def extend(self, count: int, draw: random.Random) -> None:
+        for _ in range(count):
+            self.digests.append(_chain(self.digests[-1] if self.digests else 1, draw.randrange(1 << 16)))
+
+    def fork(self, tokens: int) -> Text:
+        return Text(self.digests[:tokens])
+
+    def keys(self, first: int, last: int) -> bytes:
+        """Keys of segments first .. last - 1, 16 bytes each; the same in every namespace."""
+        ends = self.digests[PAGE_ROWS - 1 :: PAGE_ROWS][first:last]
+        return b"".join(key_of(end) for end in ends)
+
+    def content(self, positions: np.ndarray, namespace: int) -> np.ndarray:
+        """uint64, one entry a position."""
+        chosen = np.asarray(self.digests, np.uint64)[positions]
+        return chosen ^ np.uint64((namespace * 0xD1B54A32D192ED03 + 0x55) & _MASK)
+
+
+def key_of(digest: int) -> bytes:
+    return blake2b(digest.to_bytes(8, "little"), digest_size=16).digest()
+
+
+class Memory:
+    """Regions in one array, and rows written and compared by the layout alone (never by a copy plan)."""
+
+    def __init__(self, sizes: dict[int, int]) -> None:
+        self.base = np.zeros(max(sizes) + 1, np.int64)
+        at = 0
+        for region, size in sizes.items():
+            self.base[region] = at
+            at += size
+        self.sizes = sizes
+        self.bytes = np.full(at, POISON, np.uint8)
+        self.regions = RegionMap()
+        for region, size in sizes.items():
+            self.regions.add(region, self.bytes[self.base[region] : self.base[region] + size])
+
+    def fill(self, layout: KVLayout, rows: Rows, content: np.ndarray) -> None:
+        for index, values in self._components(layout, rows, content):
+            self.bytes[index] = values
+
+    def wrong(self, layout: KVLayout, rows: Rows, content: np.ndarray) -> np.ndarray:
+        """Entries whose bytes differ in some component."""
+        bad = np.zeros(len(rows), bool)
+        for index, values in self._components(layout, rows, content):
+            bad |= (self.bytes[index] != values).any(axis=1)
+        return bad
+
+    def _components(self, layout: KVLayout, rows: Rows, content: np.ndarray):
+        for c in layout.components:
+            mixed = (content + np.uint64(c.layer * 1_000_003 + _SECTIONS[c.section] * 7_919)) * np.uint64(
+                0x2545F4914F6CDD1D
+            )
+            values = mixed.view(np.uint8).reshape(-1, 8)[:, : c.row_bytes]
+            start = self.base[rows.region] + c.offset + rows.page * c.page_stride + rows.slot * c.slot_stride
+            yield start[:, None] + np.arange(c.row_bytes), values
+
+    def poison(self, region: int, offset: int, size: int) -> None:
+        start = int(self.base[region]) + offset
+        self.bytes[start : start + size] = POISON

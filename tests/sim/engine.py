@@ -1,0 +1,376 @@
+"""Engines under simulation: sessions that grow and fork, messages, launches, and death at any point."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import numpy as np
+
+from kvmanager.core.events import (
+    Attached,
+    AttachRank,
+    Close,
+    Closing,
+    DetachRank,
+    EngineGone,
+    EngineSuspect,
+    Exported,
+    ExportRequestKV,
+    Grown,
+    Open,
+    Opened,
+    Progress,
+    Registered,
+    RegisterEngine,
+    Step,
+    StepDone,
+    TicketInfo,
+    TimelinesRead,
+)
+from kvmanager.core.pool import PageState
+from kvmanager.errors import CapacityError, InvalidArgument, KVError, NotReady, StaleEpoch, Suspect, TransferError
+from tests.sim.content import PAGE_ROWS, Text
+from tests.sim.harness import World
+from tests.sim.worker import ChainTable, CopyOp, Rank, RowsOp, SimRequest
+
+IDS = range(1, 13)  # few, so that they are used again soon
+
+
+class SimEngine:
+    """One epoch of an engine: scheduler, ranks, and what they were told."""
+
+    def __init__(
+        self, world: World, group: str, texts: list[Text], tickets: deque[tuple[TicketInfo, Text, int]]
+    ) -> None:
+        self.world, self.draw = world, world.draw
+        self.name = f"engine-{group}"
+        self.spec = next(spec for spec in world.specs if spec.name == group)
+        self.texts = texts
+        self.tickets = tickets
+        fingerprints = tuple(c.layout.fingerprint for chain in self.spec.chains for c in chain.classes)
+        namespace = self.draw.choice((b"a", b"a", b"b"))
+        answer = world.apply(
+            RegisterEngine(self.name, group, namespace, 16, PAGE_ROWS, fingerprints, self.spec.ranks)
+        )
+        assert isinstance(answer, Registered)
+        self.epoch = answer.epoch
+        self.namespace = world.node.state.namespaces[namespace]
+        self.ranks: list[Rank] = []
+        for rank in self.draw.sample(range(self.spec.ranks), self.spec.ranks):
+            attached = world.apply(AttachRank(self.name, self.epoch, rank, rank))
+            assert isinstance(attached, Attached)
+            self.ranks.append(Rank(attached.attach_id, world.memory))
+            self.ranks[-1].number = rank
+        self.ranks.sort(key=lambda r: r.number)
+        self.most = self.draw.randint(1, 4)
+        self.number = 0
+        self.value = 0
+        self.seen = 0
+        self.requests: dict[int, SimRequest] = {}
+        self.stale = False
+        self.last: tuple[Step, StepDone] | None = None
+
+    # --------------------------------------------------------------------------- messages
+
+    def step(self) -> None:
+        """Reads notices, sends one message, launches the work that its reply allows."""
+        self._read_notices()
+        progress, closes, opens = self._progress(), self._closes(), self._opens()
+        message = Step(
+            self.name, self.epoch, self.number + 1, self.seen, {r.attach_id: self.value for r in self.ranks},
+            tuple(progress), tuple(o for o, _ in opens), tuple(closes),
+        )  # fmt: skip
+        reply = self.world.apply(message)
+        assert isinstance(reply, StepDone), reply
+        self.number += 1
+        self.last = (message, reply)
+        assert not reply.errors, reply.errors
+        for grown in reply.grown:
+            self._grown(grown)
+        for closed in closes:
+            self.requests.pop(closed.request_id)
+        for answer, (_, request) in zip(reply.opened, opens, strict=True):
+            self._opened(answer, request)
+        for rows in reply.residency:
+            self.requests[rows.request_id].residency(rows)
+        for hot in reply.hot:
+            self.requests[hot.request_id].hot = hot.pages
+        self._launch()
+
+    def resend(self) -> None:
+        """The last message again: the same reply, and not a page moves."""
+        if self.last is None:
+            return
+        before = self._accounts()
+        reply = self.world.apply(self.last[0])
+        assert reply is self.last[1]
+        assert self._accounts() == before
+        self.world.happened["resend"] += 1
+
+    def _accounts(self) -> list[dict[PageState, int]]:
+        return [pool.account() for g in self.world.node.state.groups.values() for pool in g.pools.values()]
+
+    def _read_notices(self) -> None:
+        for notified in self.world.inbox.pop((self.name, self.epoch), []):
+            notice = notified.notice
+            assert notice.sequence == self.seen + 1
+            self.seen = notice.sequence
+            ready = notice.ready
+            assert ready is not None
+            request = self.requests.get(ready.request_id)
+            if request is None or not request.waiting:
+                continue  # aborted meanwhile
+            self._opened(ready, request)
+
+    def _opened(self, answer: Opened, request: SimRequest) -> None:
+        self.world.happened[answer.state] += 1
+        if answer.state == "refused":
+            assert isinstance(answer.error, (CapacityError, InvalidArgument, TransferError, KVError))
+            if isinstance(answer.error, InvalidArgument):
+                assert "open already" in str(answer.error)
+            self.requests.pop(request.request_id, None)
+            return
+        self.requests[request.request_id] = request
+        if answer.state == "waiting":
+            request.waiting = True
+            return
+        request.run(answer)
+        request.keys_sent = request.prompt // PAGE_ROWS
+
+    def _grown(self, grown: Grown) -> None:
+        request = self.requests[grown.request_id]
+        if grown.error is not None:
+            self.world.happened["grow refused"] += 1
+            assert isinstance(grown.error, CapacityError)
+            self._promise_broken(request, grown)
+        for table in request.tables:
+            # The reply counts the first chain's spans; the rule is the same for all: whole spans past the capacity go.
+            if table.cut(max(request.capacity, request.committed)):
+                self.world.happened["truncated"] += 1
+            for run in grown.spans:
+                if run.chain == table.spec.name:
+                    table.apply(run)
+        assert grown.spans_kept == len(request.tables[0].widths), grown
+
+    def _promise_broken(self, request: SimRequest, grown: Grown) -> None:
+        """Growth inside the promise must not fail, unless a truncate's own pages are still draining."""
+        group = self.world.node.state.groups[self.spec.name]
+        draining = any(pool.units(PageState.DRAINING) for pool in group.pools.values())
+        inside = request.capacity <= request.prompt + request.growth
+        assert not inside or draining or group.spec.sparse is not None, f"a promise was broken: {grown}"
+
+    def _progress(self) -> list[Progress]:
+        found = []
+        for request in self.requests.values():
+            if request.waiting or self.draw.random() < 0.25:
+                continue
+            some = self.draw.randint(request.committed, request.done)
+            committed = self.draw.choice((request.done, request.done, some))
+            last = committed // PAGE_ROWS
+            if self.draw.random() < 0.2:
+                last = self.draw.randint(request.keys_sent, max(last, request.keys_sent))
+            keys = request.text.keys(request.keys_sent, last) if last > request.keys_sent else b""
+            request.keys_sent = max(request.keys_sent, last)
+            request.committed = committed
+            request.capacity = self._wanted_capacity(request)
+            found.append(Progress(request.request_id, request.capacity, committed, request.rejected, keys))
+            request.rejected = 0
+        return found
+
+    def _wanted_capacity(self, request: SimRequest) -> int:
+        if request.done < request.prompt:
+            return request.prompt
+        most = request.prompt + request.growth
+        ahead = request.done + self.draw.choice((0, 1, 4, 12))
+        if self.draw.random() < 0.1:
+            return ahead + self.draw.randint(0, 40)  # perhaps beyond what was declared
+        return max(min(ahead, most), request.done)
+
+    def _closes(self) -> list[Close]:
+        found = []
+        for request in self.requests.values():
+            finished = not request.waiting and request.done >= request.prompt + request.growth
+            if self.draw.random() < (0.5 if finished else 0.06):
+                found.append(Close(request.request_id, self.draw.choice(list(Closing))))
+        return found
+
+    def _opens(self) -> list[tuple[Open, SimRequest]]:
+        found: list[tuple[Open, SimRequest]] = []
+        while len(self.requests) + len(found) < self.most and self.draw.random() < 0.45:
+            taken = {*self.requests, *(o.request_id for o, _ in found)}
+            found.append(self._open(self.draw.choice([i for i in IDS if i not in taken])))
+        return found
+
+    def _open(self, request_id: int) -> tuple[Open, SimRequest]:
+        ticket: TicketInfo | None = None
+        mine = [entry for entry in self.tickets if entry[2] == self.namespace]
+        if self.spec.sparse is not None and mine and self.draw.random() < 0.8:
+            self.tickets.remove(mine[0])
+            ticket, source, _ = mine[0]
+            text = source.fork(len(source.digests))
+            if self.draw.random() < 0.3:
+                text.extend(self.draw.randint(1, 20), self.draw)
+        else:
+            text = self._text()
+        prompt = len(text.digests)
+        growth = self.draw.choice((0, 3, 10, 40))
+        self.world.learn(text.digests)
+        group = self.world.node.state.groups[self.spec.name]
+        tables = [ChainTable(chain, group) for chain in self.spec.chains]
+        request = SimRequest(request_id, text, self.namespace, prompt, growth, tables)
+        keys = text.keys(0, prompt // PAGE_ROWS)
+        return Open(request_id, prompt, growth, keys, f"s{id(text) % 7}", ticket), request
+
+    def _text(self) -> Text:
+        """A session's next turn, a fork of one, or a new one."""
+        kind = self.draw.random()
+        if self.texts and kind < 0.75:
+            old = self.draw.choice(self.texts)
+            cut = len(old.digests) if kind < 0.45 else self.draw.randint(1, len(old.digests))
+            text = old.fork(cut)
+            if kind < 0.6:
+                text.extend(self.draw.randint(1, 40), self.draw)
+        else:
+            text = Text()
+            text.extend(self.draw.choice((1, 3, 31, 32, 33, 64, self.draw.randint(1, 90))), self.draw)
+        if len(text.digests) > 150:
+            text = text.fork(self.draw.randint(1, 60))
+        self.texts.append(text)
+        if len(self.texts) > 10:
+            self.texts.pop(self.draw.randrange(len(self.texts)))
+        return text.fork(len(text.digests))
+
+    # --------------------------------------------------------------------------- launches
+
+    def _launch(self) -> None:
+        """One step on every rank, for some of the running requests."""
+        self.value += 1
+        work: list[list[RowsOp | CopyOp]] = [[] for _ in self.ranks]
+        for request in self.requests.values():
+            if request.waiting or self.draw.random() < 0.2:
+                continue
+            self._launch_request(request, work)
+        for rank, ops in zip(self.ranks, work, strict=True):
+            rank.queue.append((self.value, ops))
+
+    def _launch_request(self, request: SimRequest, work: list[list[RowsOp | CopyOp]]) -> None:
+        for plan in request.plans:
+            for rank, ops in zip(self.ranks, work, strict=True):
+                mine = [c for c in plan.copies if self._rank_of(c.target_region) == rank.number]
+                ops.append(CopyOp(f"cow of {request.request_id}", mine, self.world.claims(tuple(mine))))
+        request.plans = ()
+        first, old = request.done, request.done
+        end = min(request.end, request.prompt if first < request.prompt else request.capacity)
+        count = min(end - first, self.draw.choice((1, 4, 16, 33)))
+        good = count
+        if first >= request.prompt and count > 0:
+            good = self.draw.randint(1, count)
+            request.rejected = count - good
+            request.text.extend(good, self.draw)
+            self.world.learn(request.text.digests)
+        request.done = first + good
+        positions = np.arange(old)
+        read = request.text.content(positions, request.namespace)
+        written = request.text.content(np.arange(first, first + good), request.namespace)
+        garbage = np.full(max(count - good, 0), 0x0BAD, np.uint64)
+        content = np.concatenate((written, garbage))
+        for rank, ops in zip(self.ranks, work, strict=True):
+            ops += request.rows_ops(rank.number, 0, old, read, False)
+            if count > 0:
+                ops += request.rows_ops(rank.number, first, first + count, content, True)
+
+    def _rank_of(self, region: int) -> int:
+        for chain in self.spec.chains:
+            for c in chain.classes:
+                if region in c.device_regions:
+                    return c.device_regions.index(region)
+        raise AssertionError(region)
+
+    def advance(self) -> None:
+        """Some ranks run some of their launches; perhaps the daemon looks at the timelines."""
+        if self.draw.random() < 0.4:
+            self.catch_up()
+            return
+        for rank in self.draw.sample(self.ranks, self.draw.randint(1, len(self.ranks))):
+            for _ in range(self.draw.choice((1, 1, 2, 5))):
+                rank.run_one()
+        if self.draw.random() < 0.8:
+            self.read_timelines()
+
+    def read_timelines(self) -> None:
+        words = {r.attach_id: r.word for r in self.ranks}
+        chosen = self.draw.sample(list(words), self.draw.randint(1, len(words)))
+        self.world.apply(TimelinesRead({a: words[a] for a in chosen}))
+
+    def catch_up(self) -> None:
+        """All ranks run everything they were given."""
+        for rank in self.ranks:
+            while rank.queue and not rank.dead:
+                rank.run_one()
+        if self.ranks:
+            self.world.apply(TimelinesRead({r.attach_id: r.word for r in self.ranks}))
+
+    # ---------------------------------------------------------------------------- tickets
+
+    def export(self) -> None:
+        running = [r for r in self.requests.values() if not r.waiting and r.committed]
+        if not running:
+            return
+        request = self.draw.choice(running)
+        ticket_id = f"t{self.world.now}"
+        answer = self.world.apply(ExportRequestKV(self.name, self.epoch, request.request_id, ticket_id))
+        if isinstance(answer, NotReady):
+            return
+        if self.spec.sparse is not None or len(self.spec.chains) > 1:
+            assert isinstance(answer, InvalidArgument)
+            return
+        assert isinstance(answer, Exported), answer
+        assert answer.committed_tokens <= request.committed
+        info = TicketInfo(ticket_id, "here", answer.committed_tokens, answer.lease_ttl_ns)
+        self.tickets.append((info, request.text.fork(answer.committed_tokens), self.namespace))
+        self.world.happened["export"] += 1
+
+    # ------------------------------------------------------------------------------ ends
+
+    def break_stream(self) -> None:
+        """The scheduler's stream broke: nothing is granted to it any more."""
+        self.world.apply(EngineSuspect(self.name, self.epoch))
+        answer = self.world.apply(Step(self.name, self.epoch, self.number + 1))
+        assert isinstance(answer, (Suspect, StaleEpoch))
+        self.stale = True
+
+    def lose_rank(self) -> bool:
+        """One more rank's process is dead; True when none is left. Its last work may have run, unseen."""
+        if self.ranks:
+            rank = self.ranks.pop(self.draw.randrange(len(self.ranks)))
+            for _ in range(self.draw.randint(0, 2)):
+                rank.run_one()
+            rank.dead = True
+            self.world.apply(DetachRank(rank.attach_id))
+        return not self.ranks
+
+    def gone(self) -> None:
+        """All its processes are dead."""
+        self.world.happened["engine gone"] += 1
+        self.world.apply(EngineGone(self.name, self.epoch))
+        assert self.world.node.state.any_engine(self.name, self.epoch) is None
+
+    def leave(self) -> None:
+        """A clean end: everything is closed and done first."""
+        if not self.stale:
+            self._read_notices()
+            closes = tuple(Close(r, Closing.FINISHED) for r in self.requests)
+            fence = {r.attach_id: self.value for r in self.ranks}
+            reply = self.world.apply(Step(self.name, self.epoch, self.number + 1, self.seen, fence, closes=closes))
+            assert isinstance(reply, StepDone)
+            assert not reply.errors
+        self.catch_up()
+        while not self.lose_rank():
+            pass
+        self.gone()
+
+
+def pick(draw: random.Random, weights: dict[str, float]) -> str:
+    """One name by weight."""
+    return draw.choices(list(weights), list(weights.values()))[0]

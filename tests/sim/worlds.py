@@ -1,0 +1,93 @@
+"""Small memory groups for the simulator, built by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec, SparseSpec
+from kvmanager.geometry import SEQUENTIAL, TokenOrder
+from kvmanager.layout import KVFormat, indexer_layout, latent_layout, native_layout
+from tests.sim.content import PAGE_ROWS
+
+FORMAT = KVFormat("sim", ((0,), (1, 2, 3)), latent_row_bytes=8, index_value_bytes=8, index_scale_bytes=4)
+DRAFT = KVFormat("sim-draft", ((4,),), latent_row_bytes=8, index_value_bytes=8, index_scale_bytes=4)
+RANKS = 8
+SOURCE_ORDER = TokenOrder(RANKS, 1)
+LIMITS = Limits(
+    plans_in_flight=3,
+    batch_spans=4,
+    growth_cap_tokens=256,
+    ticket_ttl_ns=1_000_000,
+    ticket_grace_ns=200_000,
+    stored_replies=4,
+)
+
+
+@dataclass
+class Regions:
+    """Numbers regions and notes their sizes."""
+
+    sizes: dict[int, int]
+
+    def add(self, count: int, size: int) -> tuple[int, ...]:
+        first = len(self.sizes) + 1
+        self.sizes.update({first + i: size for i in range(count)})
+        return tuple(range(first, first + count))
+
+
+def sharded(regions: Regions, name: str, pages: int, host_pages: int, ranks: int = RANKS) -> GroupSpec:
+    """Like a DCP engine's group: one chain, one page index on all ranks."""
+    chain, pools = _main(regions, name, pages, host_pages, ranks)
+    return GroupSpec(name, ranks, PAGE_ROWS, FORMAT, (chain,), pools)
+
+
+def _main(
+    regions: Regions, name: str, pages: int, host_pages: int, ranks: int
+) -> tuple[ChainSpec, tuple[PoolSpec, ...]]:
+    layout = native_layout(FORMAT, PAGE_ROWS)
+    device, host = (regions.add(ranks, n * layout.page_bytes) for n in (pages, host_pages))
+    hbm, ram = f"{name}/hbm", f"{name}/host"
+    page_class = PageClass("kv", layout, hbm, device, ram, host)
+    order = TokenOrder(ranks, 1)
+    chain = ChainSpec("main", Placement.SHARDED, ranks, PAGE_ROWS, order, order, (page_class,))
+    one = (("kv", 1),)
+    return chain, (
+        PoolSpec(hbm, "device", ranks, pages, layout.page_bytes, one),
+        PoolSpec(ram, "host", ranks, host_pages, layout.page_bytes, one),
+    )
+
+
+def two_chains(regions: Regions, name: str, pages: int, host_pages: int, ranks: int = 4) -> GroupSpec:
+    """A sharded main chain and a draft chain that every rank holds in full."""
+    main, pools = _main(regions, name, pages, host_pages, ranks)
+    layout = native_layout(DRAFT, PAGE_ROWS)
+    drafts, host_drafts = pages * ranks, host_pages * ranks // 2
+    device = regions.add(ranks, drafts * layout.page_bytes)
+    host = regions.add(ranks, -(-host_drafts // ranks) * layout.page_bytes)
+    hbm, ram = f"{name}/draft-hbm", f"{name}/draft-host"
+    page_class = PageClass("draft", layout, hbm, device, ram, host)
+    chain = ChainSpec("draft", Placement.REPLICATED, ranks, PAGE_ROWS, SEQUENTIAL, SEQUENTIAL, (page_class,))
+    one = (("draft", 1),)
+    more = (
+        PoolSpec(hbm, "device", ranks, drafts, layout.page_bytes, one),
+        PoolSpec(ram, "host", 1, host_drafts, layout.page_bytes, one),
+    )
+    return GroupSpec(name, ranks, PAGE_ROWS, FORMAT, (main, chain), pools + more)
+
+
+def hisparse(
+    regions: Regions, name: str, slabs: int, host_pages: int, arrival: TokenOrder = SOURCE_ORDER, hot: int = 2
+) -> GroupSpec:
+    """A decode rank: latent, indexer and hot pages share slabs; latents reach the host."""
+    latents, indexers = latent_layout(FORMAT, PAGE_ROWS), indexer_layout(FORMAT, PAGE_ROWS)
+    slab = FORMAT.slab_bytes(PAGE_ROWS)
+    device, host = regions.add(1, slabs * slab), regions.add(1, host_pages * slab)
+    hbm, ram = f"{name}/hbm", f"{name}/host"
+    classes = (PageClass("latent", latents, hbm, device, ram, host), PageClass("indexer", indexers, hbm, device))
+    chain = ChainSpec("main", Placement.SHARDED, 1, PAGE_ROWS, SEQUENTIAL, arrival, classes)
+    per_slab = (("latent", 1), ("indexer", slab // indexers.page_bytes), ("hot", 1))
+    pools = (
+        PoolSpec(hbm, "device", 1, slabs, slab, per_slab),
+        PoolSpec(ram, "host", 1, host_pages, slab, (("latent", 1),)),
+    )
+    return GroupSpec(name, 1, PAGE_ROWS, FORMAT, (chain,), pools, SparseSpec("latent", "hot", hot))
