@@ -58,39 +58,38 @@ class AttachedEngine:
             self.workers = WorkerGroup(attached)
             self._undo = undo.pop_all()
 
-    def step(self, requests: Sequence[RequestStep] = (), closes: Sequence[pb.CloseRequest] = ()) -> StepResult:
+    def step(
+        self,
+        requests: Sequence[RequestStep] = (),
+        closes: Sequence[pb.CloseRequest] = (),
+        opens: Sequence[pb.OpenRequest] = (),
+    ) -> StepResult:
         """One message after the work that it tells of. Raises the message's error, or the first of its requests'."""
-        result = self.client.step(fence=self.workers.fence(), requests=requests, closes=closes)
+        result = self.client.step(fence=self.workers.fence(), requests=requests, opens=opens, closes=closes)
         for error in result.errors.values():
             raise error
         return result
 
     def open(self, request: pb.OpenRequest, timeout_s: float = ADMIT_TIMEOUT_S) -> pb.OpenReply:
-        """Opens a request and waits until it is runnable.
+        """Opens the only request of an engine and waits until it is runnable.
 
         A refusal that may pass (the daemon says when to ask again) is tried again until `timeout_s`.
         Raises the refusal otherwise, or the error that ended the wait for its bytes.
         """
         deadline = time.monotonic() + timeout_s
         while True:
+            opened = self.step(opens=[request]).opened[request.request_id]
+            if opened.state == pb.OpenReply.RUNNABLE:
+                return opened
             try:
-                return self._open_once(request, deadline)
+                if opened.state == pb.OpenReply.WAITING:
+                    return self.client.wait_ready(request.request_id, max(deadline - time.monotonic(), 0.0))
+                raise error_from_proto(opened.error)
             except KVError as refusal:
                 pause = refusal_pause_s(refusal)
                 if pause is None or time.monotonic() + pause > deadline:
                     raise
             time.sleep(pause)
-
-    def _open_once(self, request: pb.OpenRequest, deadline: float) -> pb.OpenReply:
-        result = self.client.step(fence=self.workers.fence(), opens=[request])
-        for error in result.errors.values():
-            raise error
-        opened = result.opened[request.request_id]
-        if opened.state == pb.OpenReply.REFUSED:
-            raise error_from_proto(opened.error)
-        if opened.state == pb.OpenReply.WAITING:
-            return self.client.wait_ready(request.request_id, max(deadline - time.monotonic(), 0.0))
-        return opened
 
     def close(self) -> None:
         """Detaches the ranks, ends the session and the connections. Raises the first error of a detach."""

@@ -265,6 +265,13 @@ class EngineClient:
             raise error_from_proto(opened.error)
         return opened
 
+    def take_ready(self, request_id: int) -> pb.OpenReply | None:
+        """The notice about a WAITING request if it has come, else None. Raises as `wait_ready` does."""
+        with self._changed:
+            if request_id not in self._inbox.ready and request_id not in self._inbox.failed:
+                return None
+        return self.wait_ready(request_id, 0.0)
+
     def export(self, request_id: int, timeout_s: float = STEP_TIMEOUT_S) -> pb.Ticket:
         """A ticket for what the request has committed, once the daemon has seen the commit's fence.
 

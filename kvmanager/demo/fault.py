@@ -20,7 +20,6 @@ from kvmanager.clients.glm.page_table import PageTable
 from kvmanager.clients.glm.store import ContiguousStore
 from kvmanager.clients.tables import NO_PAGE, decode_spans, order_runs
 from kvmanager.clients.worker import ClassMemory
-from kvmanager.errors import InvalidArgument
 from kvmanager.layout import Section
 from kvmanager.protos import kvmanager_pb2 as pb
 
@@ -65,25 +64,23 @@ def candidate_faults(model: Glm, prompt: Tensor, token: int) -> Iterator[Fault]:
                 yield fault
 
 
-def inject_fault(model: Glm, prompt: Tensor, token: int, opened: pb.OpenReply, latent: ClassMemory) -> str:
-    """Flips one byte in the mapped memory of a decode rank that holds [0, L) of `prompt`; says which.
+def inject_fault(model: Glm, prompt: Tensor, token: int, opened: pb.OpenReply, latent: ClassMemory) -> str | None:
+    """Flips one bit in the mapped memory of a decode rank that holds [0, L) of `prompt`; says where.
 
-    Takes a row that lies in one tier only, so that the step reads this copy. Raises InvalidArgument
-    when there is none.
+    Only a row that arrived in host memory will do: the step can't read it anywhere else. None, and nothing
+    is flipped, when the next step reads no such row.
     """
     component = latent.layout.by_key[(Section.LATENT, _LAYER)]
     table = _page_table(opened, latent.layout.page_rows)
     for fault in candidate_faults(model, prompt, token):
         (ordinal,), (slot,) = table.resolve(np.array([fault.position]))
-        tiers = [("device", latent.device, table.device[ordinal]), ("host", latent.host, table.host[ordinal])]
-        held = [(tier, memory, int(page)) for tier, memory, page in tiers if page != NO_PAGE and memory is not None]
-        if len(held) != 1:
+        page = int(table.host[ordinal])
+        if latent.host is None or page == NO_PAGE or table.device[ordinal] != NO_PAGE:
             continue
-        ((tier, memory, page),) = held
         offset = component.offset + page * component.page_stride + int(slot) * component.slot_stride
-        memory[offset + fault.row_byte] ^= EXPONENT_BIT
-        return f"byte {fault.row_byte} of position {fault.position}, layer {_LAYER}, {tier} page {page}"
-    raise InvalidArgument("no row of the next step's selection lies in one tier only: nothing to corrupt")
+        latent.host[offset + fault.row_byte] ^= EXPONENT_BIT
+        return f"byte {fault.row_byte} of the row of position {fault.position}, layer {_LAYER}, host page {page}"
+    return None
 
 
 def _page_table(opened: pb.OpenReply, page_rows: int) -> PageTable:

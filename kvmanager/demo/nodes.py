@@ -6,6 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +16,7 @@ from typing import Final
 
 from kvmanager.clients.admin import AdminClient
 from kvmanager.clients.glm.config import TINY
+from kvmanager.demo.report import ledger_failures
 from kvmanager.errors import KVError, NotReady
 from kvmanager.layout import KVFormat
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -31,6 +35,8 @@ PREFILL_GROUP: Final = "prefill"
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 10.0
 POLL_S: Final = 0.05
+LEAVE_TIMEOUT_S: Final = 20.0
+"""Until a node has noticed that its engines left, and everything in flight has ended."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,8 @@ class PoolSizes:
 
     prefill_device_pages: int = 24
     prefill_host_pages: int = 32
-    decode_device_slabs: int = 60
-    decode_host_slabs: int = 120
+    decode_device_slabs: int = 84
+    decode_host_slabs: int = 160
 
 
 DEMO_SIZES: Final = PoolSizes()
@@ -186,3 +192,51 @@ def _state(client: AdminClient) -> str:
         return client.status().state
     except KVError as error:
         return str(error)
+
+
+class DemoNodes:
+    """Both nodes, as an operator sees them."""
+
+    def __init__(self, stack: ExitStack, directory: Path, format_: KVFormat, sizes: PoolSizes) -> None:
+        """Starts both and waits until they serve; `stack` stops them. Raises NotReady."""
+        texts = {
+            PREFILL_NODE: prefill_toml(directory / PREFILL_NODE, format_, sizes),
+            DECODE_NODE: decode_toml(directory / DECODE_NODE, format_, sizes),
+        }
+        self._processes = [stack.enter_context(NodeProcess(name, directory, text)) for name, text in texts.items()]
+        self._views = {process.name: stack.enter_context(process.wait_serving()) for process in self._processes}
+        self._counters: dict[str, Counter[str]] = {name: Counter() for name in self._views}
+
+    def counters(self) -> Mapping[str, int]:
+        """Counters of both nodes, summed; the last known ones of a node that does not answer."""
+        for name, view in self._views.items():
+            try:
+                self._counters[name] = Counter(dict(view.status().counters))
+            except KVError:
+                continue
+        return sum(self._counters.values(), Counter())
+
+    def settled_failures(self) -> list[str]:
+        """What is still held `LEAVE_TIMEOUT_S` after the engines left; returns as soon as nothing is."""
+        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        while True:
+            failures = [failure for name in self._views for failure in self._failures_of(name)]
+            if not failures or time.monotonic() > deadline:
+                return failures
+            time.sleep(0.05)
+
+    def _failures_of(self, name: str) -> list[str]:
+        view = self._views[name]
+        try:
+            status = view.status()
+            failures = ledger_failures(name, view.pools().pools, view.leases().leases, view.requests().requests)
+        except KVError as error:
+            return [f"node {name} does not answer: {error}"]
+        if not status.ledger_ok:
+            failures.append(f"node {name}: its own audit says that the ledger does not sum up")
+        left = [engine for engine in status.engines if engine.state != "gone"]
+        return failures + [f"node {name}: engine {engine.engine} is still {engine.state}" for engine in left]
+
+    def deaths(self) -> list[str]:
+        """Nodes that ended on their own, with the end of their logs."""
+        return [f"node {process.name} died:\n{process.log_tail()}" for process in self._processes if process.died()]

@@ -206,6 +206,20 @@ def test_waits_for_a_notice_that_comes_alone(client: EngineClient, server: Scrip
     assert client.draining == "x"
 
 
+def test_take_ready_does_not_wait(client: EngineClient, server: ScriptedServer) -> None:
+    server.script = lambda message: [
+        pb.StepReply(number=message.number, notices=[ready(1, 1), ready(2, 2, pb.OpenReply.REFUSED)])
+    ]
+    client.step()
+    assert client.take_ready(3) is None
+    taken = client.take_ready(1)
+    assert taken is not None
+    assert taken.request_id == 1
+    assert client.take_ready(1) is None
+    with pytest.raises(PoolExhausted):
+        client.take_ready(2)
+
+
 def test_unanswered_step_is_sent_again_once_after_a_break(client: EngineClient, server: ScriptedServer) -> None:
     def script(message: pb.StepRequest) -> list[pb.StepReply]:
         if message.number == 2 and server.streams == 1:
