@@ -178,7 +178,8 @@ def send_frame(
     data = memoryview(_header(payload, fds, max_bytes) + payload)
     try:
         sent = socket.send_fds(sock, [data], fds) if fds else sock.send(data)
-        sock.sendall(data[sent:])
+        if sent < len(data):  # an empty send fails when the other side has read it all and closed
+            sock.sendall(data[sent:])
     except OSError as error:
         raise PeerUnreachable(f"the other side of the socket is gone: {error}") from error
 

@@ -264,3 +264,22 @@ def test_what_is_no_json_object(pair, payload):
         receive_json(b)
     assert os.read(source, 1) == b"", "the fds of a message that can't be read are closed"
     os.close(source)
+
+
+class _ReadsAllAndCloses(socket.socket):
+    """A socket whose other side closes as soon as the whole frame has arrived."""
+
+    def __init__(self, sock: socket.socket, other: socket.socket) -> None:
+        super().__init__(fileno=sock.detach())
+        self.other = other
+
+    def send(self, data, flags=0):
+        sent = super().send(data, flags)
+        self.other.close()
+        return sent
+
+
+def test_a_frame_that_was_read_before_the_close_was_sent(pair):
+    a, b = pair
+    with _ReadsAllAndCloses(a, b) as sender:
+        send_frame(sender, b"whole")
