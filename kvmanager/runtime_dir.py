@@ -37,7 +37,8 @@ def make_private_dir(path: Path) -> None:
 def bind_socket(path: Path) -> socket.socket:
     """A listening unix socket with mode 0600; a leftover of a dead process is replaced.
 
-    Raises ConfigError when a living process listens there.
+    Where `path` exists, somebody listens: it appears only then. Raises ConfigError when a living process
+    listens there already.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         outcome = probe.connect_ex(os.fspath(path))
@@ -46,11 +47,17 @@ def bind_socket(path: Path) -> socket.socket:
     if outcome == errno.ECONNREFUSED:
         path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    assert path.suffix == ".sock", path
+    early = path.with_suffix("")  # shorter, for a socket's path has at most 107 bytes
     try:
-        listener.bind(os.fspath(path))
-        path.chmod(0o600)
+        early.unlink(missing_ok=True)
+        listener.bind(os.fspath(early))
+        early.chmod(0o600)
         listener.listen(128)
+        path.hardlink_to(early)  # unlike a rename, fails when another process was faster
     except OSError as error:
         listener.close()
         raise ConfigError(f"can't listen on {path}: {error.strerror}") from error
+    finally:
+        early.unlink(missing_ok=True)
     return listener

@@ -33,6 +33,7 @@ from kvmanager.errors import (
 from kvmanager.framing import MAX_FDS, MAX_JSON_BYTES, receive_json
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
+from kvmanager.runtime_dir import bind_socket
 
 WAIT_S = 20.0
 BOOT_ID = 0xFEDC_BA98_7654_3210
@@ -351,6 +352,38 @@ def test_a_leftover_socket_is_replaced(short_dir: Path) -> None:
     door = Door(short_dir, [os.getuid()])
     door.attach().close()
     door.server.close()
+
+
+def test_where_the_socket_is_somebody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "attach.sock"
+    seen: list[bool] = []
+    for name in ("bind", "listen"):
+
+        def watched(self: socket.socket, argument: object, name: str = name) -> None:
+            seen.append(path.exists())
+            getattr(super(socket.socket, self), name)(argument)
+            seen.append(path.exists())
+
+        monkeypatch.setattr(socket.socket, name, watched, raising=False)
+    with bind_socket(path):
+        assert seen == [False] * 4
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert [entry.name for entry in tmp_path.iterdir()] == ["attach.sock"]
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+
+
+def test_a_socket_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "attach.sock"
+
+    def faster(self: socket.socket, backlog: int) -> None:
+        path.touch()
+        super(socket.socket, self).listen(backlog)
+
+    monkeypatch.setattr(socket.socket, "listen", faster, raising=False)
+    with pytest.raises(ConfigError, match="can't listen"):
+        bind_socket(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["attach.sock"]
 
 
 def test_an_open_directory_is_refused(short_dir: Path) -> None:
