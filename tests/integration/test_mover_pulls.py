@@ -1,0 +1,317 @@
+"""Pulls between real mover processes: NIXL over loopback, cancelled, killed and hung."""
+
+import secrets
+import signal
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from kvmanager.core.plans import CopyPlan, Purpose, Rows, copy_rows
+from kvmanager.errors import PeerUnreachable
+from kvmanager.layout import GLM53_TINY, indexer_layout, latent_layout, native_layout
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.units import SECOND_NS
+from kvmanager.wire import RegionKind, error_from_proto, pack_u64, plan_to_proto
+from tests.integration.mover_process import POISON, WAIT_S, Client, reversed_pieces, running
+
+
+class Source:
+    """A prefill node: 8 ranks with native pages of 16 rows, dealt token by token, in a mover of its own."""
+
+    LAYOUT = native_layout(GLM53_TINY, 16)
+    PAGES = 6
+
+    def __init__(self, path, seed):
+        rng = np.random.default_rng(seed)
+        self.tokens = 3 * 128 - 37
+        self.pages = rng.permutation(self.PAGES)[:3]  # page index of each span, on every rank
+        self.client = Client(path)
+        page = self.LAYOUT.page_bytes
+        for rank in range(8):
+            self.client.add(1 + rank, self.PAGES * page, RegionKind.DEVICE)
+        self.rows = {}
+        for position in range(self.tokens):
+            for key, c in self.LAYOUT.by_key.items():
+                row = self.rows[position, key] = rng.integers(0, 256, c.row_bytes, dtype=np.uint8)
+                span, offset = divmod(position, 128)
+                start = c.offset + int(self.pages[span]) * page + (offset // 8) * c.slot_stride
+                self.client.memory[1 + offset % 8][start : start + c.row_bytes] = row
+        self.agent = self.client.agent()
+
+    def pull(self, pull_id, targets, staging_bases, spans_a_chunk=1, deadline_ns=20 * SECOND_NS):
+        """A Pull of all tokens. `targets`: (layout, region, page list); chunk i goes to staging page `bases[i % n]`."""
+        page = self.LAYOUT.page_bytes
+        chunks = []
+        for number, first in enumerate(range(0, 3, spans_a_chunk)):
+            spans = list(range(first, min(first + spans_a_chunk, 3)))
+            base = staging_bases[number % len(staging_bases)]
+            remote, staging = [], []
+            for rank in range(8):
+                for place, span in enumerate(spans):
+                    remote.append(self.client.addresses[1 + rank] + int(self.pages[span]) * page)
+                    staging.append((base + place * 8 + rank) * page)
+            positions = np.arange(first * 128, min((spans[-1] + 1) * 128, self.tokens))
+            offset = positions % 128
+            rows = Rows(
+                np.full(len(positions), 50, np.int32), base + (positions // 128 - first) * 8 + offset % 8, offset // 8
+            )
+            copies = []
+            for layout, region, pages in targets:
+                target = Rows(np.full(len(positions), region, np.int32), pages[positions // 16], positions % 16)
+                copies += copy_rows(self.LAYOUT, layout, rows, target)
+            chunks.append(
+                pb.PullChunk(
+                    remote_addresses=pack_u64(remote),
+                    staging_offsets=pack_u64(staging),
+                    lengths=pack_u64([page] * len(remote)),
+                    placement=plan_to_proto(CopyPlan(0, Purpose.PLACE, tuple(copies))),
+                )
+            )
+        return pb.Pull(
+            pull_id=pull_id,
+            agent_name=self.agent.agent_name,
+            agent_metadata=self.agent.agent_metadata,
+            peer_incarnation=self.client.incarnation,
+            chunks=chunks,
+            deadline_ns=deadline_ns,
+        )
+
+
+LATENT, INDEXER = latent_layout(GLM53_TINY, 16), indexer_layout(GLM53_TINY, 16)
+TARGET_PAGES = 30
+
+
+class Target:
+    """A decode rank: staging for 3 spans (region 50), latent and indexer regions for two requests."""
+
+    def __init__(self, path):
+        self.client = Client(path)
+        self.client.add(50, 24 * Source.LAYOUT.page_bytes, RegionKind.STAGING)
+        for request in (0, 1):
+            self.client.add(60 + request, TARGET_PAGES * LATENT.page_bytes)
+            self.client.add(70 + request, TARGET_PAGES * INDEXER.page_bytes)
+
+    def places(self, request, seed):
+        rng = np.random.default_rng(seed)
+        return [
+            (LATENT, 60 + request, rng.permutation(TARGET_PAGES)),
+            (INDEXER, 70 + request, rng.permutation(TARGET_PAGES)),
+        ]
+
+    def check(self, source, targets):
+        """Every byte of the regions: rows where tokens lie, poison everywhere else."""
+        for layout, region, pages in targets:
+            expected = np.full(TARGET_PAGES * layout.page_bytes, POISON, dtype=np.uint8)
+            for position in range(source.tokens):
+                for key, c in layout.by_key.items():
+                    start = c.offset + int(pages[position // 16]) * layout.page_bytes + (position % 16) * c.slot_stride
+                    expected[start : start + c.row_bytes] = source.rows[position, key]
+            assert np.array_equal(self.client.memory[region], expected), layout.name
+
+
+@contextmanager
+def two_movers(tmp_path, *arguments):
+    with (
+        running(tmp_path / "prefill", *arguments) as (source_process, source_path),
+        running(tmp_path / "decode", *arguments) as (_, target_path),
+    ):
+        source, target = Source(source_path, seed=5), Target(target_path)
+        yield source, target, source_process
+        source.client.close()
+        target.client.close()
+
+
+def _pulled_once(source, target):
+    """The places of a pull that has worked."""
+    places = target.places(0, seed=3)
+    target.client.link.pull(source.pull(1, places, [0]))
+    assert target.client.completions(1)[1].outcome == pb.Completion.DONE
+    return places
+
+
+def _stop_in_a_read(source, target, process):
+    """Leaves pull 2 reading from a source that is stopped: over TCP the read stays in flight."""
+    places = _pulled_once(source, target)
+    target.client.memory[60][:] = POISON
+    process.send_signal(signal.SIGSTOP)
+    target.client.link.pull(source.pull(2, places, [0]))
+    for _ in range(2):  # the answer to the second means that a turn of the mover began the read
+        assert target.client.list() == [2]
+
+
+@pytest.mark.parametrize("transports", ["tcp,cma,self", "tcp,self"])
+def test_pulls_permute_dcp8_pages_into_sequential_ones(tmp_path, transports):
+    """Two pulls at once; chunks of both use the same staging, so they must take turns in it."""
+    with two_movers(tmp_path, "--ucx-transports", transports) as (source, target, _):
+        places = [target.places(0, seed=11), target.places(1, seed=12)]
+        target.client.link.pull(source.pull(1, places[0], staging_bases=[0, 8]))
+        target.client.link.pull(source.pull(2, places[1], staging_bases=[4, 12, 0]))
+        ended = target.client.completions(2)
+        for completion in ended.values():
+            assert completion.outcome == pb.Completion.DONE, completion
+            assert completion.moved_bytes == 24 * Source.LAYOUT.page_bytes
+        for request in (0, 1):
+            target.check(source, places[request])
+        target.client.memory[60][:] = POISON
+        target.client.memory[70][:] = POISON
+        target.client.link.pull(source.pull(3, places[0], staging_bases=[0], spans_a_chunk=3))
+        assert target.client.completions(1)[3].outcome == pb.Completion.DONE
+        target.check(source, places[0])
+        assert target.client.list() == []
+
+
+def test_pulls_that_make_no_sense_fail_before_a_byte_moves(tmp_path):
+    with two_movers(tmp_path) as (source, target, _):
+        model = source.pull(0, target.places(0, seed=1), [0])
+
+        def good(pull_id):
+            pull = pb.Pull.FromString(model.SerializeToString())
+            pull.pull_id = pull_id
+            return pull
+
+        pulls = {name: good(number) for number, name in enumerate(_BAD_PULLS, start=1)}
+        for name, (change, _) in _BAD_PULLS.items():
+            change(pulls[name])
+            target.client.link.pull(pulls[name])
+        empty = good(90)
+        del empty.chunks[:]
+        target.client.link.pull(empty)
+        ended = target.client.completions(len(pulls) + 1)
+        assert (ended[90].outcome, ended[90].moved_bytes) == (pb.Completion.DONE, 0)
+        for name, (_, text) in _BAD_PULLS.items():
+            completion = ended[pulls[name].pull_id]
+            assert completion.outcome == pb.Completion.FAILED, name
+            assert completion.moved_bytes == 0, name
+            assert text in completion.error.message, (name, completion.error)
+        for region in (50, 60, 70):
+            assert (target.client.memory[region] == POISON).all()
+
+
+def _last(pull):
+    return pull.chunks[len(pull.chunks) - 1]
+
+
+def _outside(pull):
+    _last(pull).staging_offsets = pack_u64([24 * Source.LAYOUT.page_bytes - 1] * 8)
+
+
+def _twice(pull):
+    _last(pull).staging_offsets = pack_u64([0] * 8)
+
+
+def _into_staging(pull):
+    _last(pull).placement.copies[0].target_region = 50
+
+
+def _unread(pull):
+    _last(pull).staging_offsets = pack_u64((np.arange(8) + 16) * Source.LAYOUT.page_bytes)
+
+
+def _no_deadline(pull):
+    pull.deadline_ns = 0
+
+
+def _other_process(pull):
+    pull.peer_incarnation ^= 1
+
+
+def _bad_metadata(pull):
+    pull.agent_metadata = secrets.token_bytes(200)
+
+
+def _uneven(pull):
+    _last(pull).lengths = pack_u64([1] * 7)
+
+
+_BAD_PULLS = {
+    "outside": (_outside, "leaves region 50"),
+    "twice": (_twice, "twice into the same staging"),
+    "into staging": (_into_staging, "placement goes from staging"),
+    "unread": (_unread, "which it does not read"),
+    "no deadline": (_no_deadline, "deadline"),
+    "other process": (_other_process, "incarnation"),
+    "bad metadata": (_bad_metadata, "metadata"),
+    "uneven": (_uneven, "7 lengths"),
+}
+
+
+def test_a_killed_source_fails_the_pull_with_a_typed_error(tmp_path):
+    with two_movers(tmp_path) as (source, target, process):
+        places = _pulled_once(source, target)
+        process.kill()
+        process.wait()
+        for pull_id in (2, 3):
+            target.client.link.pull(source.pull(pull_id, places, [0]))
+            completion = target.client.completions(1)[pull_id]
+            assert completion.outcome == pb.Completion.FAILED
+            assert isinstance(error_from_proto(completion.error), PeerUnreachable), completion.error
+        target.client.link.submit(reversed_pieces(4, 60, 61, [0]))
+        assert target.client.completions(1)[4].outcome == pb.Completion.DONE, "the mover serves on"
+
+
+def test_a_source_killed_in_the_middle_of_a_read_fails_the_pull(tmp_path):
+    """Over TCP a stopped peer keeps the read in flight until it is killed."""
+    with two_movers(tmp_path, "--ucx-transports", "tcp,self") as (source, target, process):
+        _stop_in_a_read(source, target, process)
+        process.kill()
+        process.wait()
+        completion = target.client.completions(1)[2]
+        assert completion.outcome == pb.Completion.FAILED
+        assert isinstance(error_from_proto(completion.error), PeerUnreachable), completion.error
+        assert (target.client.memory[60] == POISON).all(), "nothing was placed"
+
+
+def test_a_pull_cancelled_during_a_read_waits_for_it_and_places_nothing(tmp_path):
+    with two_movers(tmp_path, "--ucx-transports", "tcp,self") as (source, target, process):
+        _stop_in_a_read(source, target, process)
+        target.client.link.cancel(2)
+        assert target.client.list() == [2]
+        assert target.client.list() == [2], "its read is still in flight"
+        process.send_signal(signal.SIGCONT)
+        completion = target.client.completions(1)[2]
+        assert completion.outcome == pb.Completion.CANCELLED
+        assert (target.client.memory[60] == POISON).all(), "nothing was placed"
+        assert target.client.list() == []
+
+
+def test_a_hung_source_ends_in_unknown_fate_and_its_staging_is_quarantined_until_the_bytes_came(tmp_path):
+    """TCP, where a stopped peer delivers nothing and never errs; its bytes come when it goes on."""
+    with two_movers(tmp_path, "--ucx-transports", "tcp,self") as (source, target, process):
+        places = _pulled_once(source, target)
+        target.client.memory[50][:] = POISON
+        target.client.memory[60][:] = POISON
+        process.send_signal(signal.SIGSTOP)
+        target.client.link.pull(source.pull(2, places, [0], deadline_ns=SECOND_NS // 2))
+        late = target.client.completions(1)[2]
+        assert late.outcome == pb.Completion.UNKNOWN_FATE
+        assert late.error.reason == pb.TRANSFER_TIMEOUT
+        target.client.link.pull(source.pull(3, places, [4]))
+        refused = target.client.completions(1)[3]
+        assert refused.outcome == pb.Completion.FAILED
+        assert "unknown fate" in refused.error.message
+        assert (target.client.memory[60] == POISON).all(), "nothing was placed"
+        process.send_signal(signal.SIGCONT)
+        give_up = time.monotonic() + WAIT_S
+        for pull_id in range(4, 1000):
+            target.client.link.pull(source.pull(pull_id, places, [0]))
+            if target.client.completions(1)[pull_id].outcome == pb.Completion.DONE:
+                break
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+        target.client.memory[70][:] = POISON
+        target.client.memory[60][:] = POISON
+        target.client.link.pull(source.pull(5000, places, [0]))
+        assert target.client.completions(1)[5000].outcome == pb.Completion.DONE
+        target.check(source, places)
+
+
+def test_pulls_without_staging_are_refused(tmp_path):
+    with running(tmp_path / "prefill") as (_, source_path), running(tmp_path / "bare") as (_, bare_path):
+        source, bare = Source(source_path, seed=1), Client(bare_path)
+        bare.link.pull(source.pull(1, [], [0]))
+        completion = bare.completions(1)[1]
+        assert (completion.outcome, completion.error.reason) == (pb.Completion.FAILED, pb.NOT_READY)
+        source.client.close()
+        bare.close()
