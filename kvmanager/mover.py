@@ -36,7 +36,7 @@ from kvmanager.runtime_dir import make_private_dir
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.nixl import NixlReader, UcxSettings, agent_name
-from kvmanager.transport.pulls import PullChunk, PullPipeline, PullRequest
+from kvmanager.transport.pull_pipeline import PullChunk, PullPipeline, PullRequest
 from kvmanager.wire import (
     RegionInfo,
     RegionKind,

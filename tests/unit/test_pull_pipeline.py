@@ -7,7 +7,7 @@ from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.errors import Draining, InvalidArgument, PeerUnreachable, TransferTimeout
 from kvmanager.transport.executor import Outcome, RegionMap
 from kvmanager.transport.nixl import ReadResult
-from kvmanager.transport.pulls import PullChunk, PullPipeline, PullRequest
+from kvmanager.transport.pull_pipeline import PullChunk, PullPipeline, PullRequest
 
 STAGING, TARGET = 1, 2
 SIZE = 4096
