@@ -61,10 +61,11 @@ def release_under_pressure(state: State, engine: Engine, group: Group) -> list[H
     chain = group.chains[0]
     latent = group.class_index(chain, sparse.latent_class)
     pool = chain.pool(latent, DEVICE)
-    wanted = max(sparse.hot_slabs, pool.promised_slabs) + group.deficit_slabs
-    missing = wanted - pool.free_slabs - _draining(pool, sparse.latent_class)
-    if missing > 0:
-        missing -= reclaimable_slabs(group, pool)
+    short = max(sparse.hot_slabs, pool.promised_slabs) - pool.free_slabs
+    if short > 0:
+        short -= reclaimable_slabs(group, pool)
+    # A refused request's deficit is what it lacked beyond free and reclaimable slabs, so those don't cover it.
+    missing = max(short, 0) + group.deficit_slabs - _draining(pool, sparse.latent_class)
     for request in sorted(engine.requests.values(), key=lambda r: -r.request_id):
         if missing <= 0 or request.phase is not Phase.RUNNING:
             continue
