@@ -162,6 +162,12 @@ class NodeProcess:
         text = self.log_path.read_text(encoding="utf-8", errors="replace") if self.log_path.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
 
+    @property
+    def pid(self) -> int:
+        """The keeper's process id; its daemon and mover are its children."""
+        assert self._process is not None
+        return self._process.pid
+
     def died(self) -> bool:
         """Whether the process ended on its own."""
         return self._process is not None and self._process.poll() is not None

@@ -32,14 +32,16 @@ def _echo_pair() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    times = [p.cpu_times() for p in [process, *process.children(recursive=True)]]
-    return sum(t.user + t.system for t in times)
+    """CPU seconds of a process, its children and all their threads; schedstat counts ns, not clock ticks."""
+    pids = [p.pid for p in [process, *process.children(recursive=True)]]
+    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def figures() -> Iterator[Figure]:
     """Step round trip, Lookup, and the CPU time of an idle node."""
     with tempfile.TemporaryDirectory(prefix="kvm-bench-") as directory:
-        runtime_dir = Path(directory) / "node"
+        runtime_dir = Path(directory) / "prefill-0"
         node = NodeProcess("prefill-0", Path(directory), prefill_toml(runtime_dir, GLM53_TINY, PoolSizes()))
         with node:
             node.wait_serving()
