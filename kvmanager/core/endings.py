@@ -43,14 +43,15 @@ def _lose_copy(state: State, group: Group, chain: Chain, key: tuple[int, int, in
 def _writeback_ended(state: State, job: CopyJob, outcome: CopyOutcome) -> None:
     group = state.groups[job.group]
     chain = group.chains[job.chain]
+    index = np.asarray(job.rows, np.int64)
+    chain.table.busy[index] -= 1
+    if ended_well(outcome):
+        chain.set_states(job.page_class, HOST, index, CopyState.READY, PageState.READY)
     for row in job.rows:
-        chain.table.busy[row] -= 1
-        if ended_well(outcome):
-            chain.set_state(job.page_class, HOST, row, CopyState.READY, PageState.READY)
-            if group.spec.sparse is not None:
-                _mark_dirty(state, group, job.chain, row)
-        else:
+        if not ended_well(outcome):
             _lose_copy(state, group, chain, (job.page_class, HOST, row), outcome)
+        elif group.spec.sparse is not None:
+            _mark_dirty(state, group, job.chain, row)
         chain.release_if_unused(row)
     if ended_well(outcome):
         state.counters["mirror" if group.spec.sparse else "offload"] += len(job.rows)
@@ -68,12 +69,14 @@ def _onboard_ended(state: State, plan_id: int, job: CopyJob, outcome: CopyOutcom
     group = state.groups[job.group]
     chain = group.chains[job.chain]
     chain.table.busy[np.asarray([*job.rows, *job.extra], np.int64)] -= 1
-    for row in job.rows:
-        if not ended_well(outcome):
-            _lose_copy(state, group, chain, (job.page_class, DEVICE, row), outcome)
-        elif chain.table.published[row]:
-            chain.set_state(job.page_class, DEVICE, row, CopyState.READY, PageState.READY)
+    if ended_well(outcome):
         # An unpublished target is a request's own span: it goes on filling it.
+        index = np.asarray(job.rows, np.int64)
+        published = index[chain.table.published[index]]
+        chain.set_states(job.page_class, DEVICE, published, CopyState.READY, PageState.READY)
+    else:
+        for row in job.rows:
+            _lose_copy(state, group, chain, (job.page_class, DEVICE, row), outcome)
     if ended_well(outcome):
         state.counters["onboard"] += len(job.rows)
     elif outcome is not CopyOutcome.CANCELLED:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmanager.allocators.fixed import PageArray
 from kvmanager.core.eviction import Policy, leaf_first_lru
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.prefix import PrefixIndex
-from kvmanager.core.spans import DEVICE, HOST, CopyState, SpanTable
-from kvmanager.core.spec import ChainSpec, GroupSpec, PageClass
+from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, CopyState, SpanTable
+from kvmanager.core.spec import ChainSpec, GroupSpec, PageClass, Placement
 
 
 class Chain:
@@ -46,6 +47,31 @@ class Chain:
         self.pool(page_class, tier).settle(
             self.spec.classes[page_class].name, self.table.page_list(page_class, tier, row), page
         )
+
+    def set_states(
+        self, page_class: int, tier: int, rows: npt.NDArray[np.int64], copy: CopyState, page: PageState
+    ) -> None:
+        """`set_state` for many spans at once."""
+        if len(rows) == 0:
+            return
+        assert (self.table.copies[page_class, tier, rows] != CopyState.ABSENT).all()
+        self.table.copies[page_class, tier, rows] = copy
+        pages = self.table.pages[page_class, tier, rows]
+        self.pool(page_class, tier).settle(self.spec.classes[page_class].name, pages[pages != NO_PAGE], page)
+
+    def put_many(self, page_class: int, tier: int, rows: list[int], pages: PageArray) -> None:
+        """Deals taken pages out to spans, in order, as copies that are being filled."""
+        widths = self.widths(rows)
+        for row, some in zip(rows, np.split(pages, np.cumsum(widths)[:-1]), strict=True):
+            self.table.put(page_class, tier, row, some, CopyState.FILLING)
+        self.pool(page_class, tier).settle(self.spec.classes[page_class].name, pages, PageState.FILLING)
+
+    def widths(self, rows: list[int]) -> npt.NDArray[np.int64]:
+        """Page indexes of one class that each span takes, int64[rows]."""
+        segments = self.table.segments[np.asarray(rows, np.int64)].astype(np.int64)
+        if self.spec.placement is Placement.REPLICATED:
+            return segments
+        return segments // self.spec.ranks
 
     def put(self, page_class: int, tier: int, row: int, pages: PageArray) -> None:
         """Attaches taken pages as a copy that is being filled."""

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvmanager.core.admission import Demands, check, device_slabs_free, growth_promise, span_orders, update_promise
-from kvmanager.core.events import AbandonTicket, Open, Opened, PullTarget, StartPull
+from kvmanager.core.events import Open, Opened
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.lifecycle import drop_request, opened
-from kvmanager.core.movement import copy_on_write, onboard, onboard_in_flight, span_rows
-from kvmanager.core.plans import Rows
+from kvmanager.core.movement import copy_on_write, onboard, onboard_in_flight
 from kvmanager.core.prefix import Match
+from kvmanager.core.pulling import start_pull
 from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.residency import first_resident, take_hot
 from kvmanager.core.spans import DEVICE, HOST, NO_SPAN, CopyState
-from kvmanager.core.state import Engine, PullJob, State, concat
+from kvmanager.core.state import Engine, State
 from kvmanager.errors import CapacityError, InvalidArgument, PoolExhausted
 from kvmanager.geometry import TokenOrder
 
@@ -33,29 +33,53 @@ class _Shape:
     imported: int
 
 
+Way = Callable[[bytes, int, int], Match]
+"""A chain's way to look for (keys, segments, namespace)."""
+
+
 def open_request(state: State, engine: Engine, event: Open) -> Opened:
     """Admits a request or refuses it; a refusal leaves nothing behind."""
     group = state.groups[engine.group]
     _validate(state, engine, group, event)
     state.counters["request"] += 1
-    shapes = _shapes(group, event, engine.namespace)
+    request, shapes = _admit(state, engine, group, event)
+    _reuse(state, group, request, shapes)
+    _count_hit(state, event, request, shapes)
+    if event.ticket is not None:
+        start_pull(state, engine, event)
+    update_promise(state, request)
+    if request.waiting_on:
+        request.phase = Phase.WAITING
+        return Opened(request.request_id, "waiting", request.cached_tokens)
+    return opened(request, "runnable")
+
+
+def _admit(state: State, engine: Engine, group: Group, event: Open) -> tuple[Request, list[_Shape]]:
+    """The request with its pages; PoolExhausted, and nothing kept, when they don't fit."""
+    shapes = _shapes(group, event, engine.namespace, _ways(group, event))
+    try:
+        return _try(state, engine, group, event, shapes)
+    except CapacityError:
+        if any(shape.match.donor != NO_SPAN for shape in shapes):
+            # A donor is held beside the pages of the request itself, and may be just what is missing.
+            whole: list[Way] = [chain.index.match_whole for chain in group.chains]
+            with suppress(CapacityError):
+                return _try(state, engine, group, event, _shapes(group, event, engine.namespace, whole))
+        state.counters["refusal"] += 1
+        raise
+
+
+def _try(
+    state: State, engine: Engine, group: Group, event: Open, shapes: list[_Shape]
+) -> tuple[Request, list[_Shape]]:
     request = _register(state, engine, group, event, shapes)
     try:
         check(state, group, _demands(group, request, shapes))
         _take_pages(state, group, request, shapes)
     except CapacityError:
         drop_request(state, request)
-        state.counters["refusal"] += 1
         raise
-    _reuse(state, group, request, shapes)
-    _count_hit(state, event, request, shapes)
-    if event.ticket is not None:
-        _start_pull(state, engine, event)
-    update_promise(state, request)
-    if request.waiting_on:
-        request.phase = Phase.WAITING
-        return Opened(request.request_id, "waiting", request.cached_tokens)
-    return opened(request, "runnable")
+    return request, shapes
 
 
 def _validate(state: State, engine: Engine, group: Group, event: Open) -> None:
@@ -80,23 +104,28 @@ def _validate(state: State, engine: Engine, group: Group, event: Open) -> None:
         )
 
 
-def _shapes(group: Group, event: Open, namespace: int) -> list[_Shape]:
+def _ways(group: Group, event: Open) -> list[Way]:
+    """How each chain looks for the prompt. Where bytes arrive by hand-off, a span is found or pulled, as a whole."""
+    whole = group.spec.sparse is not None or event.ticket is not None
+    return [chain.index.match_whole if whole else chain.index.match for chain in group.chains]
+
+
+def _shapes(group: Group, event: Open, namespace: int, ways: list[Way]) -> list[_Shape]:
     """The longest prefix that every chain has, and the spans to add after it."""
     imported = event.ticket.committed_tokens if event.ticket else 0
     rows = group.spec.page_rows
     # At least the last token is computed, unless it arrives by hand-off.
     limit = max(imported, event.prompt_tokens - 1) // rows
+    while True:
+        found = [way(event.keys, limit, namespace) for way in ways]
+        common = min(match.segments + match.donor_segments for match in found)
+        if all(match.segments + match.donor_segments == common for match in found):
+            break
+        limit = common
     sparse = group.spec.sparse is not None
-    # Where bytes arrive by hand-off, a span is either found or pulled, as a whole.
-    ways = [chain.index.match_whole if sparse or imported else chain.index.match for chain in group.chains]
-    for way in ways:
-        found = way(event.keys, limit, namespace)
-        limit = found.segments + found.donor_segments
     shapes = []
-    for chain, way in zip(group.chains, ways, strict=True):
-        match = way(event.keys, limit, namespace)
-        start = match.segments * rows
-        new = span_orders(chain.spec, start, imported, event.prompt_tokens, sparse=sparse)
+    for chain, match in zip(group.chains, found, strict=True):
+        new = span_orders(chain.spec, match.segments * rows, imported, event.prompt_tokens, sparse=sparse)
         shapes.append(_Shape(match, new, imported))
     return shapes
 
@@ -212,23 +241,23 @@ def _take_class(
     host_rows: list[int] = []
     if group.spec.sparse is not None and name == group.spec.sparse.latent_class:
         host_rows = _host_placed(group, request, part, page_class, shape)
-    placed = [(DEVICE, [row for row in new if row not in set(host_rows)]), (HOST, host_rows)]
+    on_host = set(host_rows)
+    placed = [(DEVICE, [row for row in new if row not in on_host]), (HOST, host_rows)]
     for tier, rows in placed:
         if not rows:
             continue
-        widths = [chain.spec.span_pages(chain.table.order(row)) for row in rows]
+        needed = int(chain.widths(rows).sum())
         pool = chain.pool(page_class, tier)
-        pages = state.reclaimers[group.spec.name].take(pool, name, sum(widths))
+        pages = state.reclaimers[group.spec.name].take(pool, name, needed)
         if pages is None:
             raise PoolExhausted(
-                f"pool {pool.name}: {sum(widths)} pages of class {name} don't fit",
+                f"pool {pool.name}: {needed} pages of class {name} don't fit",
                 pool=pool.name,
-                needed=sum(widths),
+                needed=needed,
                 free=pool.free_slabs,
                 retry_after_ns=state.limits.retry_after_ns,
             )
-        for row, some in zip(rows, np.split(pages, np.cumsum(widths)[:-1]), strict=True):
-            chain.put(page_class, tier, row, some)
+        chain.put_many(page_class, tier, rows, pages)
     reads_host = host_rows or any(
         chain.table.copies[page_class, DEVICE, row] == CopyState.ABSENT for row in part.rows[: part.shared]
     )
@@ -291,12 +320,10 @@ def _onboard_missing(state: State, group: Group, request: Request, number: int) 
                 request.waiting_on.add(under_way[0])
         if not absent:
             continue
-        widths = [chain.spec.span_pages(chain.table.order(row)) for row in absent]
         name = chain.spec.classes[c].name
-        pages = state.reclaimers[group.spec.name].take(chain.pool(c, DEVICE), name, sum(widths))
+        pages = state.reclaimers[group.spec.name].take(chain.pool(c, DEVICE), name, int(chain.widths(absent).sum()))
         assert pages is not None, "admission counted these pages"
-        for row, some in zip(absent, np.split(pages, np.cumsum(widths)[:-1]), strict=True):
-            chain.put(c, DEVICE, row, some)
+        chain.put_many(c, DEVICE, absent, pages)
         job = onboard(state, group, number, c, [(row, row) for row in absent])
         job.waiters.append(who)
         request.waiting_on.add(state.next_plan - 1)
@@ -328,56 +355,3 @@ def _count_hit(state: State, event: Open, request: Request, shapes: list[_Shape]
         state.counters["prefix_hit_tokens"] += request.cached_tokens
     if any(shape.match.donor != NO_SPAN for shape in shapes):
         state.counters["partial_span_reuse"] += 1
-
-
-def _start_pull(state: State, engine: Engine, event: Open) -> None:
-    """Fetches what a ticket covers and is not here already, skipped by position."""
-    assert event.ticket is not None
-    group = state.groups[engine.group]
-    request = engine.requests[event.request_id]
-    request.cached_tokens = max(request.cached_tokens, event.ticket.committed_tokens)
-    part = request.chains[0]
-    rows = part.rows[part.shared :]
-    start = int(part.chain.table.first_token[rows[0]]) if rows else event.prompt_tokens
-    if start >= event.ticket.committed_tokens:
-        state.effects.append(AbandonTicket(event.ticket))
-        return
-    targets = _pull_targets(part, rows, event.ticket.committed_tokens)
-    plan_id = state.new_plan_id()
-    part.chain.table.busy[np.asarray(rows, np.int64)] += 1
-    who = (engine.name, engine.epoch, request.request_id)
-    state.jobs[plan_id] = PullJob(group.spec.name, 0, rows, who, event.ticket)
-    request.waiting_on.add(plan_id)
-    state.effects.append(
-        StartPull(
-            plan_id,
-            group.spec.name,
-            part.chain.spec.name,
-            event.ticket,
-            start,
-            targets,
-            state.limits.pull_deadline_ns,
-        )
-    )
-
-
-def _pull_targets(part: RequestChain, rows: list[int], end: int) -> tuple[PullTarget, ...]:
-    chain, table = part.chain, part.chain.table
-    targets = []
-    for c, page_class in enumerate(chain.spec.classes):
-        for tier in (DEVICE, HOST):
-            there = [row for row in rows if table.copies[c, tier, row] == CopyState.FILLING]
-            if not there:
-                continue
-            counts = [min(chain.spec.span_tokens(table.order(row)), end - int(table.first_token[row])) for row in there]
-            pieces = [(row, count) for row, count in zip(there, counts, strict=True) if count > 0]
-            places = [span_rows(chain, c, tier, row, count) for row, count in pieces]
-            positions = [np.arange(count, dtype=np.int64) + table.first_token[row] for row, count in pieces]
-            if places:
-                merged = Rows(
-                    np.concatenate([p.region for p in places]),
-                    np.concatenate([p.page for p in places]),
-                    np.concatenate([p.slot for p in places]),
-                )
-                targets.append(PullTarget(page_class.name, concat(positions), merged))
-    return tuple(targets)

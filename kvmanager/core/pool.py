@@ -36,6 +36,7 @@ class PageState(IntEnum):
 
 
 STATES = len(PageState)
+_FREE = int(PageState.FREE)
 
 
 @dataclass
@@ -68,8 +69,16 @@ class PageSpace:
             found = PageState(int(self.state[page])).name
             raise AssertionError(f"{self.name}: page {page} is {found}, not {source.name}")
         self.state[pages] = target
-        assert int((self.state[pages] == target).sum()) == len(pages)
         self.counts[source] -= len(pages)
+        self.counts[target] += len(pages)
+
+    def leave(self, pages: PageArray, target: PageState) -> None:
+        """Moves distinct pages to `target` from whatever non-free state each is in."""
+        left = np.bincount(self.state[pages], minlength=STATES).tolist()
+        assert left[_FREE] == 0, f"{self.name}: a free page can't become {target.name}"
+        self.state[pages] = target
+        for state, count in enumerate(left):
+            self.counts[state] -= count
         self.counts[target] += len(pages)
 
 
@@ -108,19 +117,12 @@ class Pool:
 
     def give(self, page_class: str, pages: PageArray) -> None:
         """Frees pages whatever their state was; freeing a free page is our own bug."""
-        space = self.spaces[page_class]
-        for state in range(1, STATES):
-            chosen = pages[space.state[pages] == state]
-            space.move(chosen, PageState(state), PageState.FREE)
         self._slabs.give(page_class, pages)
+        self.spaces[page_class].leave(pages, PageState.FREE)
 
     def settle(self, page_class: str, pages: PageArray, target: PageState) -> None:
         """Moves pages to `target` from whatever non-free state they are in."""
-        space = self.spaces[page_class]
-        assert not (space.state[pages] == PageState.FREE).any(), f"{space.name}: a free page can't become {target.name}"
-        for state in range(1, STATES):
-            if state != target:
-                space.move(pages[space.state[pages] == state], PageState(state), target)
+        self.spaces[page_class].leave(pages, target)
 
     @property
     def slabs(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvmanager.core.admission import promises_hold
-from kvmanager.core.group import Group
+from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Request, RequestChain
 from kvmanager.core.spans import DEVICE, NO_SPAN, CopyState
@@ -14,11 +16,12 @@ def publish(state: State, request: Request) -> None:
     """Publishes what is fenced of a request, span by span in token order."""
     group = state.groups[request.group]
     for number, part in enumerate(request.chains):
+        before = part.settled
         while part.settled < len(part.rows) and _advance(state, request, part):
-            row = part.rows[part.settled]
             part.settled += 1
-            _settle_full(part, row)
-            group.writeback[number].append(row)
+        full = part.rows[before : part.settled]
+        _settle(part.chain, full)
+        group.writeback[number].extend(full)
 
 
 def _advance(state: State, request: Request, part: RequestChain) -> bool:
@@ -67,12 +70,12 @@ def _index(group: Group, part: RequestChain, row: int) -> None:
         part.anchor = NO_SPAN
 
 
-def _settle_full(part: RequestChain, row: int) -> None:
-    """The span's own device pages hold final content."""
-    chain = part.chain
+def _settle(chain: Chain, rows: list[int]) -> None:
+    """The spans' own device pages hold final content."""
+    index = np.asarray(rows, np.int64)
     for page_class in range(chain.table.classes):
-        if chain.table.copies[page_class, DEVICE, row] == CopyState.FILLING:
-            chain.set_state(page_class, DEVICE, row, CopyState.READY, PageState.READY)
+        filling = index[chain.table.copies[page_class, DEVICE, index] == CopyState.FILLING]
+        chain.set_states(page_class, DEVICE, filling, CopyState.READY, PageState.READY)
 
 
 def settle_tail(state: State, request: Request) -> None:
@@ -81,5 +84,5 @@ def settle_tail(state: State, request: Request) -> None:
     for number, part in enumerate(request.chains):
         for row in part.rows[part.settled :]:
             if part.chain.table.published[row]:
-                _settle_full(part, row)
+                _settle(part.chain, [row])
                 group.writeback[number].append(row)

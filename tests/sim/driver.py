@@ -18,6 +18,7 @@ from kvmanager.core.events import (
     DetachRank,
     EngineGone,
     Event,
+    MoverGone,
     Notice,
     Notified,
     Open,
@@ -31,6 +32,7 @@ from kvmanager.core.events import (
     Step,
     StepDone,
     SubmitPlan,
+    Tick,
     TicketInfo,
     TimelinesRead,
 )
@@ -38,6 +40,7 @@ from kvmanager.core.node import Node
 from kvmanager.core.plans import CopyPlan
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec
+from kvmanager.core.state import State
 from kvmanager.errors import KVError
 from kvmanager.geometry import TokenOrder
 from kvmanager.layout import GLM53, KVFormat, native_layout
@@ -117,6 +120,16 @@ class Driver:
         """Everything under way ends, and what follows from it."""
         while self.plans or self.pulls:
             self.end(min([*self.plans, *self.pulls]), outcome)
+
+    def leave(self, *clients: Client) -> None:
+        """Everybody dies, all copies end, all leases run out: nothing may be held."""
+        for client in clients:
+            client.die()
+        self.end_all()
+        self.apply(Tick(), passes=10 * (self.limits.ticket_ttl_ns + self.limits.ticket_grace_ns))
+        self.apply(MoverGone())
+        self.end_all()
+        nothing_held(self.node.state)
 
     def pool(self, name: str) -> Pool:
         """A pool by name, whichever group has it."""
@@ -205,6 +218,22 @@ class Client:
         for attach in self.attaches:
             self.driver.apply(DetachRank(attach))
         self.driver.apply(EngineGone(self.name, self.epoch))
+
+
+def nothing_held(state: State) -> None:
+    """Nobody is left: every page is free or cached, nothing pinned, busy, promised or quarantined."""
+    assert not state.jobs
+    assert not state.tickets
+    assert not state.retired
+    assert not state.quarantine
+    for group in state.groups.values():
+        for pool in group.pools.values():
+            assert pool.promised_slabs == 0
+            units = {s: pool.units(s) for s in PageState}
+            assert units[PageState.FREE] + units[PageState.READY] == pool.capacity_units, (pool.name, units)
+        for chain in group.chains:
+            assert not chain.table.pins.any()
+            assert not chain.table.busy.any()
 
 
 def pages_of(opened: Opened, page_class: str = "kv") -> list[int]:

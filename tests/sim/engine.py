@@ -63,7 +63,7 @@ class SimEngine:
             self.ranks.append(Rank(attached.attach_id, world.memory))
             self.ranks[-1].number = rank
         self.ranks.sort(key=lambda r: r.number)
-        self.most = self.draw.randint(1, 4)
+        self.most = self.draw.choice((1, 2, 2, 3, 4))
         self.number = 0
         self.value = 0
         self.seen = 0
@@ -237,7 +237,7 @@ class SimEngine:
         if len(text.digests) > 150:
             text = text.fork(self.draw.randint(1, 60))
         self.texts.append(text)
-        if len(self.texts) > 10:
+        if len(self.texts) > 16:
             self.texts.pop(self.draw.randrange(len(self.texts)))
         return text.fork(len(text.digests))
 

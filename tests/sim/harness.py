@@ -35,6 +35,7 @@ from kvmanager.errors import KVError, TransferFailed
 from kvmanager.geometry import TokenOrder
 from kvmanager.transport.cpu import copy_piece
 from tests.sim.content import PAGE_ROWS, Memory, Text, key_of
+from tests.sim.driver import nothing_held
 from tests.sim.worker import ChainTable, Claim, CopyOp, WrongKV
 
 WHOLE_PAGES = (Purpose.OFFLOAD, Purpose.MIRROR, Purpose.ONBOARD)
@@ -357,19 +358,7 @@ class World:
 
     def check_empty(self) -> None:
         """Nobody is left: every page is free or cached, nothing pinned, busy, promised or quarantined."""
-        state = self.node.state
-        assert not state.jobs
-        assert not state.tickets
-        assert not state.retired
-        assert not state.quarantine
-        for group in state.groups.values():
-            for pool in group.pools.values():
-                assert pool.promised_slabs == 0
-                units = {s: pool.units(s) for s in PageState}
-                assert units[PageState.FREE] + units[PageState.READY] == pool.capacity_units, (pool.name, units)
-            for chain in group.chains:
-                assert not chain.table.pins.any()
-                assert not chain.table.busy.any()
+        nothing_held(self.node.state)
         self.check_published()
 
 

@@ -15,7 +15,7 @@ from tests.sim.harness import SimReport, World
 from tests.sim.worlds import LIMITS, Regions, hisparse, sharded, two_chains
 
 KINDS: dict[str, Callable[[Regions, random.Random], list[GroupSpec]]] = {
-    "sharded": lambda r, d: [sharded(r, "main", d.randint(9, 20), d.randint(3, 40))],
+    "sharded": lambda r, d: [sharded(r, "main", d.randint(8, 16), d.choice((d.randint(3, 12), d.randint(20, 80))))],
     "two-chains": lambda r, d: [two_chains(r, "main", d.randint(14, 30), d.randint(4, 60), 4)],
     "handoff": lambda r, d: [
         sharded(r, "prefill", d.randint(12, 20), d.randint(6, 20)),
