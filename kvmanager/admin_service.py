@@ -58,7 +58,7 @@ class AdminService(pb_grpc.AdminServicer):
             device=self._mover.device,
             pid=info.pid,
             incarnation=info.incarnation,
-            outstanding=len(info.outstanding),
+            outstanding=info.outstanding,
             agent_started=info.agent is not None,
         )
         return reply
@@ -261,7 +261,7 @@ def _leases(state: State) -> pb.LeasesReply:
             pb.LeaseStatus(
                 lease_id=ticket.ticket_id,
                 kind="ticket",
-                holder="peer" if ticket.holder else "",
+                holder=ticket.holder,
                 request_id=ticket.request_id,
                 tokens=ticket.committed_tokens,
                 expires_in_ns=max(ticket.expires_ns - now, 0),

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from kvmanager.attach import ClientIdentity
-from kvmanager.errors import KVError, Unauthorized
+from kvmanager.errors import KVError, Suspect, Unauthorized
 from kvmanager.wire import abort_with
 
 TOKEN_KEY = "kvmanager-token"
@@ -39,6 +39,16 @@ class Callers:
         if identity.role not in roles:
             raise Unauthorized(f"role {identity.role!r} may not make this call; it is for {', '.join(roles)}")
         return identity
+
+    def confirm(self, token: str, disconnected: Callable[[str], None], exited: Callable[[str], None]) -> None:
+        """Says again what happened to a token while it was being recorded: then nobody had known it yet."""
+        try:
+            self._identities.identity_of(token)
+        except Suspect:
+            disconnected(token)
+        except Unauthorized:
+            disconnected(token)
+            exited(token)
 
 
 def typed(

@@ -9,6 +9,7 @@ Exit codes: 0 after SIGTERM, 78 for a configuration that can't be used, 77 after
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -30,7 +31,7 @@ from kvmanager.config import NodeConfig
 from kvmanager.core.events import AbandonTicket, Drain, Effect, Notified, StartPull, SubmitPlan
 from kvmanager.core.node import Node
 from kvmanager.deposits import KeeperLink
-from kvmanager.engine_service import MESSAGE_BYTES, EngineService, Gate, WorkerService
+from kvmanager.engine_service import MESSAGE_BYTES, EngineService, Gate
 from kvmanager.errors import ConfigError, DaemonError, KVError, NotReady
 from kvmanager.groups import core_limits, plan_memory
 from kvmanager.handoff import Handoffs
@@ -43,6 +44,7 @@ from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.runtime_dir import GRPC_SOCKET, make_private_dir
 from kvmanager.sessions import SessionHub
+from kvmanager.worker_service import WorkerService
 
 EXIT_FAILED = 1
 EXIT_INVARIANT = 77
@@ -64,19 +66,21 @@ class Daemon:
         # Later boots are larger: a mover follows the newest daemon it has seen.
         self._boot_id = time.time_ns()
         plan = plan_memory(config)
+        limits = core_limits(config)
         self._regions = NodeRegions(plan, keeper)
         # Plan ids are new over all boots, since a mover outlives a daemon.
-        self._node = Node(list(plan.groups), core_limits(config), first_plan_id=self._boot_id)
+        self._node = Node(list(plan.groups), limits, first_plan_id=self._boot_id)
         self._over = threading.Event()
         self._failure: BaseException | None = None
         self._state = "starting"
-        self._hub = SessionHub(self._boot_id)
+        self._groups = {group.name: group for group in plan.groups}
+        self._hub = SessionHub(self._boot_id, limits.stored_replies)
         self._gate = Gate()
         self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail)
-        self._membership = Membership(self._loop.post, self._rank_ended)
+        self._membership = Membership(self._loop.post, self._regions.unbind, self._hub.forget)
         self._handoffs = Handoffs(
             config.node.name,
-            {group.name: group for group in plan.groups},
+            self._groups,
             config.mover.staging_bytes,
             config.mover.chunk_bytes,
             self._loop.post,
@@ -87,7 +91,9 @@ class Daemon:
             self._boot_id,
             self._regions,
             self._loop.post,
+            self._loop.settle,
             self._handoffs.pull_ended,
+            self._fail,
         )
         self._handoffs.use(self._mover)
         self._attach, self._server, self._health = self._make_servers()
@@ -108,19 +114,21 @@ class Daemon:
         )
         callers = Callers(attach_server)
         self._workers = WorkerService(
-            self._boot_id, self._loop, self._node, callers, self._membership, self._regions
+            self._boot_id, self._loop, self._groups, callers, self._membership, self._regions
         )
         engines = EngineService(
             self._boot_id, self._loop, self._node, callers, self._membership, self._hub, self._gate
         )
         peers = PeerService(
-            self._boot_id, str(runtime_dir), self._loop, self._node, callers, self._membership, self._mover
+            self._boot_id, str(runtime_dir), self._loop, self._groups, callers, self._membership, self._mover
         )
         admin = AdminService(
             self._boot_id, self._config.node.name, self._loop, callers, self._mover, lambda: self._state
         )
         server = grpc.server(
             ThreadPoolExecutor(max_workers=STREAM_THREADS, thread_name_prefix="grpc"),
+            # More are refused with RESOURCE_EXHAUSTED; without the limit they would wait for a thread, unanswered.
+            maximum_concurrent_rpcs=STREAM_THREADS,
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -162,23 +170,24 @@ class Daemon:
     def stop(self) -> None:
         """Drains for at most DRAIN_S, then closes everything."""
         if self._failure is None:
-            self._drain()
+            with contextlib.suppress(NotReady):  # the failure that ended the core is known
+                self._drain()
         self._hub.end_all()
         self._server.stop(grace=1.0).wait()
         self._attach.close()
         self._handoffs.close()
         self._mover.close()
-        if self._failure is None:
-            self._loop.stop()
+        self._loop.stop()
         self._regions.close()
 
     def _drain(self) -> None:
+        """Refuses new work and waits for what runs. Raises NotReady when the core ends meanwhile."""
         self._state = "draining"
         self._gate.close()
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         self._loop.post(Drain("the node was told to stop"))
         deadline = time.monotonic() + DRAIN_S
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and self._failure is None:
             if not self._loop.inspect(lambda node: any(e.requests for e in node.state.all_engines())):
                 return
             time.sleep(0.05)
@@ -208,9 +217,6 @@ class Daemon:
     def _on_attach(self, identity: ClientIdentity) -> None:
         if self._state == "draining" and identity.role != "operator":
             raise NotReady("the node drains; attach to another")
-
-    def _rank_ended(self, attach_id: int) -> None:
-        self._regions.unbind(attach_id)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,28 +1,28 @@
-"""The Engine and Worker services."""
+"""The Engine service: registration, sessions, lookups."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import grpc
 
 from kvmanager import __version__
 from kvmanager.callers import Callers, typed
-from kvmanager.core.events import AttachRank, DetachRank, EngineResumed
+from kvmanager.compatibility import check_ticket
+from kvmanager.core.events import EngineResumed, Opened, Registered
 from kvmanager.core.node import Node
-from kvmanager.errors import Draining, KVError, LayoutMismatch, RequestError, StaleBoot, Unauthorized
-from kvmanager.groups import TIMELINE_REGION
+from kvmanager.errors import Draining, InvalidArgument, KVError, LayoutMismatch, RequestError, StaleBoot
 from kvmanager.loop import OwnerLoop
-from kvmanager.membership import Membership
-from kvmanager.memory import NodeRegions
+from kvmanager.membership import Membership, Registration
 from kvmanager.messages import register_event, step_event
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.sessions import SessionHub, SessionStream
 from kvmanager.units import MIB
-from kvmanager.wire import abort_with, layout_to_proto, region_to_proto
+from kvmanager.wire import abort_with
 
 MESSAGE_BYTES = 64 * MIB
 PAGES_PER_CALL = 1 << 20
@@ -77,14 +77,16 @@ class EngineService(pb_grpc.EngineServicer):
         """A new epoch of an engine."""
         identity = self._callers.who(context, "engine")
         self._gate.check()
-        group = self._node.state.groups.get(request.group)
+        group = self._node.state.groups.get(request.group)  # the groups of a node never change
         if group is not None and request.namespace.kv_format != group.spec.kv_format.name:
             raise LayoutMismatch(
                 f"namespace.kv_format is {request.namespace.kv_format!r}, group {request.group!r} holds "
-                f"{group.spec.kv_format.name!r}"
+                f"{group.spec.kv_format.name!r}; register for a group of your format, or change the node's"
             )
-        answer = self._loop.call(register_event(request, tenant=str(identity.uid)))
-        self._membership.registered(request.engine, answer.epoch, identity.token)
+        answer: Registered = self._loop.call(register_event(request, tenant=str(identity.uid)))
+        registration = Registration(identity.token, request.group, request.namespace)
+        self._membership.registered(request.engine, answer.epoch, registration)
+        self._callers.confirm(identity.token, self._membership.disconnected, self._membership.exited)
         _log.info("engine %s epoch %d registered for group %s", request.engine, answer.epoch, request.group)
         limits = self._node.state.limits
         return pb.RegisterReply(
@@ -106,31 +108,30 @@ class EngineService(pb_grpc.EngineServicer):
         """Steps in, replies and notices out."""
         try:
             token = self._callers.who(context, "engine").token
-            first = next(request_iterator, None)
+            first = _first(request_iterator)
             if first is None:
                 return
-            engine = self._membership.engine_of(token, first.epoch)
             self._check_boot(first)
-            self._loop.call(EngineResumed(engine, first.epoch))
+            key = (self._membership.engine_of(token, first.epoch), first.epoch)
         except KVError as error:
             abort_with(context, error)
-        stream = self._hub.open((engine, first.epoch))
-        self._membership.stream_opened(engine, first.epoch)
-        reader = threading.Thread(
-            target=self._read, args=(stream, first, request_iterator), name=f"session-{engine}", daemon=True
-        )
-        reader.start()
+        self._membership.stream_opened(*key)
+        stream = self._hub.open(key)
         try:
-            while True:
-                message = stream.outgoing.get()
+            self._loop.call(EngineResumed(*key))
+            reader = threading.Thread(
+                target=self._read, args=(stream, first, request_iterator), name=f"session-{key[0]}", daemon=True
+            )
+            reader.start()
+            while (message := stream.outgoing.get()) is not None:
                 if isinstance(message, KVError):
-                    abort_with(context, message)
-                if message is None:
-                    return
+                    raise message
                 yield message
+        except KVError as error:
+            abort_with(context, error)
         finally:
             self._hub.closed(stream)
-            self._membership.stream_ended(engine, first.epoch)
+            self._membership.stream_ended(*key)
 
     def _read(self, stream: SessionStream, first: pb.StepRequest, rest: Iterator[pb.StepRequest]) -> None:
         """Reader thread of one stream; ends it when the client does, or at the first message that can't be read."""
@@ -143,15 +144,35 @@ class EngineService(pb_grpc.EngineServicer):
         except grpc.RpcError:
             _log.warning("the session of %s broke", stream.key[0])
         finally:
-            self._loop.inspect(lambda _node: None)  # what the client sent is answered first
+            self._loop.settle()  # what the client sent is answered first
             stream.end()
 
     def _step(self, stream: SessionStream, message: pb.StepRequest) -> None:
         self._check_boot(message)
-        if message.open:
-            self._gate.check()
+        if message.epoch != stream.key[1]:
+            raise InvalidArgument(
+                f"step {message.number} names epoch {message.epoch}, this stream began with epoch {stream.key[1]}; "
+                "open a stream for each epoch"
+            )
         event = step_event(stream.key[0], message)
-        self._loop.send(event, self._hub.answer(stream, self._node))
+        registration = self._membership.registration(*stream.key)
+        admitted = []
+        refused = []
+        for entry, wanted in zip(message.open, event.opens, strict=True):
+            try:
+                self._check_open(entry, registration)
+                admitted.append(wanted)
+            except KVError as error:
+                refused.append(Opened(wanted.request_id, "refused", error=error))
+        answer = self._hub.answer(stream, self._node, tuple(refused))
+        self._loop.send(replace(event, opens=tuple(admitted)), answer)
+
+    def _check_open(self, entry: pb.OpenRequest, registration: Registration) -> None:
+        """Raises what no state of the core can change: the node drains, or the ticket's KV is of another kind."""
+        self._gate.check()
+        if entry.HasField("ticket"):
+            kv_format = self._node.state.groups[registration.group].spec.kv_format
+            check_ticket(entry.ticket, registration.namespace, kv_format)
 
     def _check_boot(self, message: pb.StepRequest | pb.LookupRequest) -> None:
         if message.boot_id != self._boot_id:
@@ -183,6 +204,14 @@ class EngineService(pb_grpc.EngineServicer):
         raise NotServed("Store is not served by this version: engines with memory of their own come later")
 
 
+def _first(messages: Iterator[pb.StepRequest]) -> pb.StepRequest | None:
+    """The message that a stream begins with; None when the client left before it."""
+    try:
+        return next(messages, None)
+    except grpc.RpcError:
+        return None
+
+
 def _lookup(node: Node, engine_name: str, request: pb.LookupRequest) -> pb.LookupReply:
     engine = node.state.engine(engine_name, request.epoch)
     group = node.state.groups[engine.group]
@@ -199,65 +228,3 @@ def _lookup(node: Node, engine_name: str, request: pb.LookupRequest) -> pb.Looku
             resident += int(chain.table.segments[row])
         device = min(device, resident)
     return pb.LookupReply(device_tokens=min(device, cached) * rows, cached_tokens=cached * rows)
-
-
-class WorkerService(pb_grpc.WorkerServicer):
-    """Ranks attach and leave."""
-
-    def __init__(
-        self, boot_id: int, loop: OwnerLoop, node: Node, callers: Callers, membership: Membership, regions: NodeRegions
-    ) -> None:
-        self._boot_id = boot_id
-        self._loop = loop
-        self._node = node
-        self._callers = callers
-        self._membership = membership
-        self._regions = regions
-        self._granted: dict[int, tuple[int, ...]] = {}
-
-    @typed
-    def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
-        """Gives a rank its timeline word and the regions it may map."""
-        token = self._callers.who(context, "worker").token
-        word = self._regions.new_word()
-        answer = self._loop.call(AttachRank(request.engine, request.epoch, request.rank, word))
-        self._regions.bind(answer.attach_id, word)
-        self._membership.attached(request.engine, request.epoch, answer.attach_id, token)
-        spec = self._node.state.groups[self._node.state.engines[request.engine].group].spec
-        chain = spec.chains[0]
-        reply = pb.AttachReply(attach_id=answer.attach_id, timeline_word=word, boot_id=self._boot_id)
-        region_ids = [TIMELINE_REGION]
-        for page_class in (c for chain in spec.chains for c in chain.classes):
-            device = page_class.device_regions[request.rank]
-            # Only a sparse group's worker reads the host tier itself.
-            host = page_class.host_regions[request.rank] if spec.sparse and page_class.host_regions else 0
-            region_ids += [device] + ([host] if host else [])
-            reply.layouts.add(
-                page_class=page_class.name,
-                layout=layout_to_proto(page_class.layout),
-                device_region=device,
-                host_region=host,
-            )
-        region_ids = list(dict.fromkeys(region_ids))
-        reply.regions.extend(region_to_proto(self._regions.region(i)) for i in region_ids)
-        self._granted[answer.attach_id] = tuple(region_ids)
-        _log.info("rank %d of %s attached as %d (%s)", request.rank, request.engine, answer.attach_id, chain.name)
-        return reply
-
-    def fds_for(self, token: str, attach_id: int) -> list[int]:
-        """The descriptors of an attach, for the process that made it. Raises UnknownLease."""
-        self._check_owner(attach_id, token)
-        return [self._regions.fd(region_id) for region_id in self._granted[attach_id]]
-
-    def _check_owner(self, attach_id: int, token: str) -> None:
-        if self._membership.token_of(attach_id) != token:
-            raise Unauthorized(f"attach {attach_id} belongs to another process")
-
-    @typed
-    def Detach(self, request: pb.DetachRequest, context: grpc.ServicerContext) -> pb.DetachReply:
-        """A clean leave of one rank."""
-        token = self._callers.who(context, "worker").token
-        self._check_owner(request.attach_id, token)
-        self._loop.call(DetachRank(request.attach_id))
-        self._membership.rank_ended(request.attach_id)
-        return pb.DetachReply()

@@ -60,6 +60,13 @@ class KVFormat:
         return tuple(group[0] for group in self.share_groups)
 
     @property
+    def fingerprint(self) -> str:
+        """Hex sha256 over all that decides a token's bytes; the name stands for the codec of the rows."""
+        parts = [self.latent_row_bytes, self.index_value_bytes, self.index_scale_bytes]
+        text = json.dumps(["kvformat/1", self.name, self.share_groups, parts], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers."""
         index = self.index_value_bytes + self.index_scale_bytes

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvmanager.core.events import Effect, Event, Replied, Step, Tick, TimelinesRead
 from kvmanager.core.node import Node
-from kvmanager.errors import KVError
+from kvmanager.errors import KVError, NotReady
 
 TICK_S = 0.5
 """Time between ticks: leases expire with no new work."""
@@ -38,17 +38,26 @@ class _Apply:
     event: Event
     answered: Callable[[Answer], None] | None
 
+    def refuse(self, error: KVError) -> None:
+        if self.answered is not None:
+            self.answered(error)
+
 
 @dataclass(frozen=True)
 class _Inspect:
     look: Callable[[Node], Any]
     result: Future[Any]
 
+    def refuse(self, error: KVError) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+
 
 class OwnerLoop:
     """Runs the core. `perform` carries out effects in the loop's thread and must not block.
 
-    `on_failure` is called once, with the exception that ended the loop: the daemon must then stop.
+    `on_failure` is called once, with the exception that ended the loop: the daemon must then stop. After the
+    end, however it came, nobody waits in vain: events posted are dropped, questions are answered NotReady.
     """
 
     def __init__(
@@ -63,6 +72,8 @@ class OwnerLoop:
         self._perform = perform
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[_Apply | _Inspect | None] = queue.SimpleQueue()
+        self._ended = False
+        self._lock = threading.Lock()  # guards `_ended`: nothing enters the inbox after it was emptied
         self._next_tick = time.monotonic() + TICK_S
         self._thread = threading.Thread(target=self._run, name="core", daemon=True)
 
@@ -71,17 +82,20 @@ class OwnerLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """Handles what is queued, then ends the thread."""
+        """Handles what is queued, then ends the thread. Fine after a failure, too."""
         self._inbox.put(None)
         self._thread.join()
 
     def post(self, event: Event) -> None:
         """Applies an event some time; nobody waits for it."""
-        self._inbox.put(_Apply(event, None))
+        self._put(_Apply(event, None))
 
     def send(self, event: Event, answered: Callable[[Answer], None]) -> None:
-        """Applies an event; `answered` gets the answer (perhaps a KVError) in the loop's thread."""
-        self._inbox.put(_Apply(event, answered))
+        """Applies an event; `answered` gets the answer (perhaps a KVError) in the loop's thread.
+
+        After the loop's end it gets NotReady, in the caller's thread.
+        """
+        self._put(_Apply(event, answered))
 
     def call(self, event: Event) -> Answer:
         """Applies an event and waits. Raises the KVError that was the answer."""
@@ -93,39 +107,68 @@ class OwnerLoop:
         return answer
 
     def inspect(self, look: Callable[[Node], T]) -> T:
-        """Runs a read-only function on the core, between two events."""
+        """Runs a read-only function on the core, between two events. Raises its KVError, or NotReady."""
         result: Future[T] = Future()
-        self._inbox.put(_Inspect(look, result))
+        self._put(_Inspect(look, result))
         return result.result()
+
+    def settle(self, action: Callable[[], None] = lambda: None) -> None:
+        """Returns when all that this thread posted was applied, and then `action` was run in the loop's thread.
+
+        Without the action when the loop has ended.
+        """
+        try:
+            self.inspect(lambda _node: action())
+        except NotReady:
+            _log.info("the core has ended")
+
+    def _put(self, work: _Apply | _Inspect) -> None:
+        with self._lock:
+            if not self._ended:
+                self._inbox.put(work)
+                return
+        work.refuse(_over())
 
     # ------------------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
+        failure: BaseException | None = None
         try:
             while self._turn():
                 pass
         except BaseException as error:
             _log.critical("the core stops: %s", error, exc_info=True)
-            self._on_failure(error)
+            failure = error
+        self._refuse_the_rest()
+        if failure is not None:
+            self._on_failure(failure)
+
+    def _refuse_the_rest(self) -> None:
+        with self._lock:
+            self._ended = True
+        while not self._inbox.empty():
+            work = self._inbox.get_nowait()
+            if work is not None:
+                work.refuse(_over())
 
     def _turn(self) -> bool:
+        if time.monotonic() >= self._next_tick:  # also when the inbox is never empty
+            self._next_tick = time.monotonic() + TICK_S
+            self._apply(_Apply(Tick(), None))
         try:
             work = self._inbox.get(timeout=self._patience())
         except queue.Empty:
-            work = _Apply(Tick(), None) if time.monotonic() >= self._next_tick else None
-            if work is None:
+            if self._node.fences_pending:
                 self._read_timelines()
-                return True
+            return True
         if work is None:
             return False
         if isinstance(work, _Inspect):
-            _set(work.result, lambda: work.look(self._node))
+            self._look(work)
             return True
-        if isinstance(work.event, Tick):
-            self._next_tick = time.monotonic() + TICK_S
         if isinstance(work.event, Step) or self._node.fences_pending:
             self._read_timelines()
-        self._apply(work.event, work.answered)
+        self._apply(work)
         return True
 
     def _patience(self) -> float:
@@ -134,19 +177,32 @@ class OwnerLoop:
         return min(FENCE_POLL_S, until_tick) if self._node.fences_pending else until_tick
 
     def _read_timelines(self) -> None:
-        self._apply(TimelinesRead(self._timelines.read()), None)
+        self._apply(_Apply(TimelinesRead(self._timelines.read()), None))
 
-    def _apply(self, event: Event, answered: Callable[[Answer], None] | None) -> None:
-        for effect in self._node.apply(event, time.monotonic_ns()):
+    def _apply(self, work: _Apply) -> None:
+        try:
+            effects = self._node.apply(work.event, time.monotonic_ns())
+        except BaseException:
+            work.refuse(_over())
+            raise
+        for effect in effects:
             if isinstance(effect, Replied):
-                if answered is not None:
-                    answered(effect.answer)
+                if work.answered is not None:
+                    work.answered(effect.answer)
             else:
                 self._perform(effect)
 
+    def _look(self, work: _Inspect) -> None:
+        try:
+            seen = work.look(self._node)
+        except KVError as error:
+            work.result.set_exception(error)
+        except BaseException:
+            work.refuse(_over())
+            raise
+        else:
+            work.result.set_result(seen)
 
-def _set(result: Future[Any], look: Callable[[], Any]) -> None:
-    try:
-        result.set_result(look())
-    except KVError as error:
-        result.set_exception(error)
+
+def _over() -> NotReady:
+    return NotReady("the daemon is ending; attach again when it is back")

@@ -32,7 +32,7 @@ class NodeRegions:
             raise
         timelines = plan.region(TIMELINE_REGION)
         self._words = map_fd(self._fds[TIMELINE_REGION], timelines.size_bytes).view(np.uint64)
-        self._attached: dict[int, int] = {}
+        self._attached: dict[int, tuple[int, tuple[int, ...]]] = {}  # attach id -> (word, regions it may map)
         self._next_word = 0
         self._lock = threading.Lock()
 
@@ -52,21 +52,29 @@ class NodeRegions:
             self._next_word += 1
             return self._next_word - 1
 
-    def bind(self, attach_id: int, word: int) -> None:
-        """From now on `read` reports this attach's word."""
+    def bind(self, attach_id: int, word: int, granted: tuple[int, ...]) -> None:
+        """From now on `read` reports this attach's word, and it may have the descriptors of `granted`."""
         with self._lock:
-            self._attached[attach_id] = word
+            self._attached[attach_id] = (word, granted)
 
     def unbind(self, attach_id: int) -> None:
-        """Stops reporting an attach that ended. Raises UnknownLease when there is none."""
+        """Ends that. Raises UnknownLease when there is no such attach."""
         with self._lock:
             if self._attached.pop(attach_id, None) is None:
                 raise UnknownLease(f"attach {attach_id} is unknown or has ended")
 
+    def granted_fds(self, attach_id: int) -> list[int]:
+        """The descriptors of an attach, in order; they stay ours. Raises UnknownLease."""
+        with self._lock:
+            attached = self._attached.get(attach_id)
+        if attached is None:
+            raise UnknownLease(f"attach {attach_id} is unknown or has ended")
+        return [self._fds[region_id] for region_id in attached[1]]
+
     def read(self) -> dict[int, int]:
         """Attach id -> value of its timeline word."""
         with self._lock:
-            return {attach_id: int(self._words[word]) for attach_id, word in self._attached.items()}
+            return {attach_id: int(self._words[word]) for attach_id, (word, _) in self._attached.items()}
 
     def close(self) -> None:
         """Closes our descriptors; the keeper's and the clients' keep the memory."""

@@ -1,10 +1,20 @@
-"""The daemon's view of its mover: regions handed over, plans sent, completions turned into core events."""
+"""The daemon's view of its mover: regions handed over, plans sent, completions turned into core events.
+
+    no link --connect, Welcome, all regions added--> linked --connection breaks--> no link
+
+One thread drives this. While there is no link, plans wait. Two things may have happened when one is there again:
+
+* the same process: plans that it neither ended nor carries never reached it, and failed;
+* another one: once the old process is dead (pidfd) nothing it had in flight can land. The core is told, and has
+  taken note, before the new process gets a single plan; so no plan of a job that the core has given up is run.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import select
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,7 +26,7 @@ from kvmanager.errors import KVError, NotReady, PeerUnreachable
 from kvmanager.memory import NodeRegions
 from kvmanager.moverlink import MoverLink, mover_socket
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.wire import RegionKind, error_from_proto
+from kvmanager.wire import RegionKind, error_from_proto, unpack_u64
 
 CONNECT_PAUSE_S = 0.05
 CONNECT_DEADLINE_S = 20.0
@@ -39,19 +49,75 @@ class Agent:
     incarnation: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class MoverInfo:
-    """What the mover said of itself. `addresses`: region id -> base address in the mover."""
+    """What is known of the mover process in use; zeros while there is none. `addresses`: region id -> base address."""
 
     pid: int = 0
     incarnation: int = 0
     addresses: dict[int, int] = field(default_factory=dict)
-    outstanding: set[int] = field(default_factory=set)
     agent: Agent | None = None
+    outstanding: int = 0
+
+
+class _Process:
+    """A mover process that said Welcome."""
+
+    def __init__(self, pid: int, incarnation: int) -> None:
+        self.pid = pid
+        self.incarnation = incarnation
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._pidfd = -1
+
+    def ended(self, timeout_s: float) -> bool:
+        """Whether it is dead, waiting that long for it."""
+        if self._pidfd < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+    def close(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+class _Connection:
+    """One connection to a mover. `settled`: all regions are there, or it broke; its thread sets everything."""
+
+    def __init__(self, regions: int, heard: Callable[[pb.MoverEvent], None]) -> None:
+        self._regions = regions
+        self._heard = heard
+        self.link: MoverLink | None = None
+        self.process: _Process | None = None
+        self.addresses: dict[int, int] = {}
+        self.settled = threading.Event()
+        self.broken = threading.Event()
+
+    def event(self, event: pb.MoverEvent) -> None:
+        """Called by the link's thread."""
+        what = event.WhichOneof("what")
+        if what == "welcome":
+            self.process = _Process(event.welcome.pid, event.incarnation)
+        elif what == "region_added":
+            self.addresses[event.region_added.region_id] = event.region_added.base_address
+            if len(self.addresses) == self._regions:
+                self.settled.set()
+        else:
+            self._heard(event)
+
+    def end(self, error: KVError) -> None:
+        """Called by the link's thread, or to wake who waits for it."""
+        _log.warning("the mover's connection ended: %s", error)
+        self.broken.set()
+        self.settled.set()
 
 
 class Mover:
-    """Keeps a link to the mover of one device, across restarts of the mover."""
+    """Keeps a link to the mover of one device, across breaks and restarts. Thread-safe."""
 
     def __init__(
         self,
@@ -60,175 +126,277 @@ class Mover:
         boot_id: int,
         regions: NodeRegions,
         post: Callable[[Event], None],
+        in_core: Callable[[Callable[[], None]], None],
         on_pull_ended: Callable[[int, CopyOutcome, KVError | None], bool],
+        on_failure: Callable[[BaseException], None],
     ) -> None:
-        """`on_pull_ended(id, outcome, error)`: whether the id was a pull's; called by the link's thread."""
+        """`in_core(f)` runs f in the core's thread, after all that was posted, and returns then.
+
+        `on_pull_ended(id, outcome, error)`: whether the id was a pull's; must not block.
+        """
         self._path = mover_socket(runtime_dir, device)
         self.device = device
         self._boot_id = boot_id
         self._regions = regions
         self._post = post
+        self._in_core = in_core
         self._on_pull_ended = on_pull_ended
-        self._lock = threading.Lock()
-        self._ready = threading.Event()
-        self._closing = threading.Event()
+        self._on_failure = on_failure
+        self._lock = threading.Lock()  # guards what follows
+        self._link: MoverLink | None = None
+        self._waiting: list[pb.Pull | CopyPlan] = []
+        self._outstanding: set[int] = set()
+        self._epoch = 0
         self._info = MoverInfo()
         self._agent: Future[Agent] | None = None
-        self._link: MoverLink | None = None
+        self._connection: _Connection | None = None
+        self._process: _Process | None = None  # the thread's own
+        self._first = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
 
     def connect(self) -> None:
-        """Connects and hands over all regions. Raises NotReady when no mover comes up in time."""
-        deadline = time.monotonic() + CONNECT_DEADLINE_S
-        while True:
-            try:
-                link = MoverLink(self._path, self._boot_id, self._event, self._broken)
-                break
-            except PeerUnreachable as error:
-                if time.monotonic() > deadline or self._closing.wait(CONNECT_PAUSE_S):
-                    raise NotReady(f"no mover for {self.device} within {CONNECT_DEADLINE_S} s: {error}") from error
-        with self._lock:
-            self._link = link
-        for region in self._regions.plan.regions:
-            if region.kind is not RegionKind.TIMELINE:
-                link.add_region(region, self._regions.fd(region.region_id))
-        if not self._ready.wait(CONNECT_DEADLINE_S):
-            raise NotReady(f"the mover for {self.device} did not take its regions within {CONNECT_DEADLINE_S} s")
+        """Starts; returns when a mover has all regions. Raises NotReady when none comes up in time."""
+        self._thread.start()
+        if not self._first.wait(CONNECT_DEADLINE_S):
+            raise NotReady(f"no mover for {self.device} took its regions within {CONNECT_DEADLINE_S} s; see its log")
 
     def close(self) -> None:
         """Ends the link; the mover lives on."""
         self._closing.set()
         with self._lock:
-            link = self._link
-        if link is not None:
-            link.close()
+            connection = self._connection
+        if connection is not None:
+            connection.end(NotReady("the daemon is ending"))
+        if self._thread.is_alive():
+            self._thread.join()
 
     @property
     def info(self) -> MoverInfo:
-        """A copy of what is known."""
+        """What is known now."""
         with self._lock:
             known = self._info
-            return MoverInfo(known.pid, known.incarnation, dict(known.addresses), set(known.outstanding), known.agent)
+            return MoverInfo(
+                known.pid, known.incarnation, dict(known.addresses), known.agent, len(self._outstanding)
+            )
+
+    @property
+    def epoch(self) -> int:
+        """Mover processes whose end the core knows of. A job of the core is good for the epoch it was made in.
+
+        Ask in the core's thread.
+        """
+        with self._lock:
+            return self._epoch
 
     def submit(self, plan: CopyPlan) -> None:
-        """Sends a plan; a mover that is gone means MoverGone, which fails it."""
-        self._send(plan.plan_id, lambda link: link.submit(plan))
+        """Sends a plan, now or when there is a link; in the core's thread."""
+        self._send(plan, plan.plan_id)
 
-    def pull(self, pull: pb.Pull) -> None:
-        """Sends a pull, likewise."""
-        self._send(pull.pull_id, lambda link: link.pull(pull))
+    def pull(self, pull: pb.Pull, epoch: int) -> None:
+        """Sends a pull, likewise, from any thread; one of an epoch that is over fails."""
+        self._send(pull, pull.pull_id, epoch)
 
-    def _send(self, plan_id: int, send: Callable[[MoverLink], None]) -> None:
+    def _send(self, work: pb.Pull | CopyPlan, work_id: int, epoch: int | None = None) -> None:
+        failure: KVError | None = None
         with self._lock:
-            link = self._link
-            self._info.outstanding.add(plan_id)
+            if epoch is not None and epoch != self._epoch:
+                failure = PeerUnreachable("our mover died; open the request again")
+            elif self._link is None:
+                self._waiting.append(work)
+            else:
+                failure = self._hand(self._link, work, work_id)
+        if failure is not None:
+            self._ended(work_id, CopyOutcome.FAILED, failure)
+
+    def _hand(self, link: MoverLink, work: pb.Pull | CopyPlan, work_id: int) -> KVError | None:
+        """Queues work on the link. A link that has just broken keeps it outstanding; the reconnect sorts it out."""
+        self._outstanding.add(work_id)
         try:
-            if link is None:
-                raise PeerUnreachable("the mover is restarting")
-            send(link)
-        except PeerUnreachable as error:
-            # The link's end is reported by its thread; a plan that was never sent can't be in flight.
-            with self._lock:
-                self._info.outstanding.discard(plan_id)
-            if not self._on_pull_ended(plan_id, CopyOutcome.FAILED, error):
-                self._post(PlanEnded(plan_id, CopyOutcome.FAILED, error))
+            if isinstance(work, CopyPlan):
+                link.submit(work)
+            else:
+                link.pull(work)
+        except PeerUnreachable:
+            return None
+        except KVError as error:  # too large for the wire
+            self._outstanding.discard(work_id)
+            return error
+        return None
+
+    def warm_agent(self) -> None:
+        """Has the NIXL agent started, without waiting for it."""
+        try:
+            self._asked_agent()
+        except KVError as error:
+            _log.warning("the NIXL agent is not started yet: %s", error)
 
     def agent(self) -> Agent:
         """The NIXL agent, started on the first call. Raises the mover's error, NotReady after a deadline."""
-        with self._lock:
-            link = self._link
-            if self._info.agent is not None:
-                return self._info.agent
-            if link is None:
-                raise NotReady("the mover is restarting; ask again")
-            if self._agent is None:
-                self._agent = Future()
-                link.start_agent()
-            pending = self._agent
+        pending = self._asked_agent()
         try:
             return pending.result(AGENT_DEADLINE_S)
         except TimeoutError:
-            raise NotReady(f"the mover's NIXL agent did not start within {AGENT_DEADLINE_S} s") from None
+            raise NotReady(f"the mover's NIXL agent did not start within {AGENT_DEADLINE_S} s; ask again") from None
+
+    def _asked_agent(self) -> Future[Agent]:
+        with self._lock:
+            if self._agent is None:
+                if self._link is None:
+                    raise NotReady("the mover is restarting; ask again")
+                self._link.start_agent()
+                self._agent = Future()
+            return self._agent
 
     # ------------------------------------------------------------------------ the link's thread
 
-    def _event(self, event: pb.MoverEvent) -> None:
+    def _heard(self, event: pb.MoverEvent) -> None:
         what = event.WhichOneof("what")
-        if what == "welcome":
-            with self._lock:
-                self._info = MoverInfo(event.welcome.pid, event.incarnation)
-        elif what == "region_added":
-            self._region_added(event.region_added)
-        elif what == "completion":
-            self._completed(event.completion)
+        if what == "completion":
+            completion = event.completion
+            error = error_from_proto(completion.error) if completion.HasField("error") else None
+            self._ended(completion.plan_id, _OUTCOMES[completion.outcome], error)
+        elif what == "outstanding":
+            self._reconcile(set(unpack_u64(event.outstanding.plan_ids, "outstanding.plan_ids").tolist()))
         elif what == "agent_started":
             self._agent_started(event)
 
-    def _region_added(self, added: pb.RegionAdded) -> None:
+    def _ended(self, work_id: int, outcome: CopyOutcome, error: KVError | None) -> None:
         with self._lock:
-            self._info.addresses[added.region_id] = added.base_address
-            complete = len(self._info.addresses) == len(self._regions.plan.regions) - 1
-        if complete:
-            self._ready.set()
+            self._outstanding.discard(work_id)
+        if not self._on_pull_ended(work_id, outcome, error):
+            self._post(PlanEnded(work_id, outcome, error))
 
-    def _completed(self, completion: pb.Completion) -> None:
+    def _reconcile(self, carried: set[int]) -> None:
+        """After a reconnect, before anything is sent: what this process neither ended nor carries never reached it.
+
+        Another process carries nothing of ours; its predecessor's end is told for all at once.
+        """
         with self._lock:
-            self._info.outstanding.discard(completion.plan_id)
-        outcome = _OUTCOMES[completion.outcome]
-        error = error_from_proto(completion.error) if completion.HasField("error") else None
-        if not self._on_pull_ended(completion.plan_id, outcome, error):
-            self._post(PlanEnded(completion.plan_id, outcome, error))
+            process = self._connection.process if self._connection is not None else None
+            same = process is not None and process.incarnation == self._info.incarnation
+            lost = sorted(self._outstanding - carried) if same else []
+        for work_id in lost:
+            self._ended(work_id, CopyOutcome.FAILED, PeerUnreachable("the link to our mover broke; ask again"))
 
     def _agent_started(self, event: pb.MoverEvent) -> None:
         started = event.agent_started
         with self._lock:
-            pending, self._agent = self._agent, None
-            if not started.HasField("error"):
-                self._info.agent = Agent(started.agent_name, started.agent_metadata, event.incarnation)
-            agent = self._info.agent
-        if pending is not None:
-            if agent is not None:
-                pending.set_result(agent)
+            pending = self._agent
+            if started.HasField("error"):
+                self._agent = None  # the next to ask tries again
             else:
-                pending.set_exception(error_from_proto(started.error))
+                agent = Agent(started.agent_name, started.agent_metadata, event.incarnation)
+                known = self._info
+                self._info = MoverInfo(known.pid, known.incarnation, known.addresses, agent)
+        if pending is None or pending.done():
+            return
+        if started.HasField("error"):
+            pending.set_exception(error_from_proto(started.error))
+        else:
+            pending.set_result(agent)
 
-    def _broken(self, error: KVError) -> None:
-        """The mover's connection ended. Only the end of its process makes its pages safe; see `_wait_for_end`."""
-        _log.warning("the mover for %s is gone: %s", self.device, error)
-        with self._lock:
-            pid, self._link = self._info.pid, None
-            pending, self._agent = self._agent, None
-        self._ready.clear()
-        if pending is not None:
-            pending.set_exception(error)
-        if not self._closing.is_set():
-            threading.Thread(target=self._recover, args=(pid,), name="mover-recover", daemon=True).start()
+    # ------------------------------------------------------------------------ our own thread
 
-    def _recover(self, pid: int) -> None:
-        wait_for_end(pid)
-        with self._lock:
-            lost = sorted(self._info.outstanding)
-            self._info = MoverInfo()
-        for plan_id in lost:
-            self._on_pull_ended(plan_id, CopyOutcome.FAILED, PeerUnreachable("our mover died"))
-        self._post(MoverGone())
+    def _run(self) -> None:
         try:
-            self.connect()
-        except NotReady as error:
-            _log.error("%s", error)
+            while not self._closing.is_set():
+                connection = self._open()
+                if connection is not None:
+                    self._use(connection)
+                if self._process is not None and self._process.ended(0.0):
+                    self._gone(self._process)
+                self._closing.wait(CONNECT_PAUSE_S)
+        except Exception as error:
+            _log.exception("the mover's thread stops")
+            self._on_failure(error)
 
+    def _open(self) -> _Connection | None:
+        """A new connection, all regions offered; None when nobody listens."""
+        wanted = [region for region in self._regions.plan.regions if region.kind is not RegionKind.TIMELINE]
+        connection = _Connection(len(wanted), self._heard)
+        with self._lock:
+            self._connection = connection
+        try:
+            connection.link = MoverLink(self._path, self._boot_id, connection.event, connection.end)
+            for region in wanted:
+                connection.link.add_region(region, self._regions.fd(region.region_id))
+        except PeerUnreachable:
+            if connection.link is None:
+                return None
+        if self._closing.is_set():  # `close` may have looked before this connection was there
+            connection.end(NotReady("the daemon is ending"))
+        return connection
 
-def wait_for_end(pid: int) -> None:
-    """Returns when the process is dead: its pidfd is readable, or there is no such process."""
-    import os
-    import select
+    def _use(self, connection: _Connection) -> None:
+        """Serves one connection until it breaks."""
+        assert connection.link is not None
+        connection.settled.wait()
+        if not connection.broken.is_set() and self._adopt(connection):
+            self._publish(connection)
+            connection.broken.wait()
+            self._retract()
+        connection.link.close()
+        if connection.process is not None and connection.process is not self._process:
+            connection.process.close()
 
-    if pid == 0:
-        return
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        select.select([pidfd], [], [])
-    finally:
-        os.close(pidfd)
+    def _adopt(self, connection: _Connection) -> bool:
+        """Makes the connection's process ours, once its predecessor is dead and the core knows it."""
+        process = connection.process
+        assert process is not None, "a mover says Welcome first"
+        before = self._process
+        if before is not None and before.incarnation == process.incarnation:
+            return True
+        if before is not None:
+            while not before.ended(CONNECT_PAUSE_S):
+                if self._closing.is_set():
+                    return False
+            self._gone(before)
+        self._process = process
+        return True
+
+    def _publish(self, connection: _Connection) -> None:
+        """From now on work goes out on this connection, first what waited for it."""
+        assert connection.link is not None
+        assert self._process is not None
+        failed = []
+        with self._lock:
+            agent = self._info.agent if self._info.incarnation == self._process.incarnation else None
+            self._info = MoverInfo(self._process.pid, self._process.incarnation, connection.addresses, agent)
+            self._link = connection.link
+            waiting, self._waiting = self._waiting, []
+            for work in waiting:
+                work_id = work.plan_id if isinstance(work, CopyPlan) else work.pull_id
+                error = self._hand(connection.link, work, work_id)
+                if error is not None:
+                    failed.append((work_id, error))
+        for work_id, error in failed:
+            self._ended(work_id, CopyOutcome.FAILED, error)
+        _log.info("mover %d for %s has all regions", self._process.pid, self.device)
+        self._first.set()
+
+    def _retract(self) -> None:
+        with self._lock:
+            self._link = None
+            pending, self._agent = self._agent, None
+        if pending is not None and not pending.done():
+            pending.set_exception(NotReady("the mover is restarting; ask again"))
+
+    def _gone(self, process: _Process) -> None:
+        """The process is dead: the core takes note of it, and of nothing that was meant for it anything is sent."""
+        _log.warning("the mover for %s, pid %d, is dead", self.device, process.pid)
+        self._post(MoverGone())
+        self._in_core(self._end_epoch)
+        process.close()
+        self._process = None
+
+    def _end_epoch(self) -> None:
+        """In the core's thread, after it applied MoverGone: all jobs made until then are over."""
+        with self._lock:
+            self._epoch += 1
+            self._info = MoverInfo()
+            lost = self._outstanding | {w.plan_id if isinstance(w, CopyPlan) else w.pull_id for w in self._waiting}
+            self._outstanding = set()
+            self._waiting = []
+        for work_id in sorted(lost):
+            self._on_pull_ended(work_id, CopyOutcome.FAILED, PeerUnreachable("our mover died; open the request again"))

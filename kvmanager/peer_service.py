@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 
 import grpc
 
+from kvmanager.attach import ClientIdentity
 from kvmanager.callers import Callers, typed
 from kvmanager.core.events import (
     AcceptTicket,
@@ -17,8 +19,8 @@ from kvmanager.core.events import (
     TicketPages,
 )
 from kvmanager.core.node import Node
-from kvmanager.errors import LayoutMismatch, StaleBoot, StalePage
-from kvmanager.groups import STAGING_REGION
+from kvmanager.core.spec import GroupSpec
+from kvmanager.errors import LayoutMismatch, NotReady, StaleBoot, StalePage, UnknownLease
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership
 from kvmanager.messages import span_run
@@ -36,15 +38,16 @@ class PeerService(pb_grpc.PeerServicer):
         boot_id: int,
         address: str,
         loop: OwnerLoop,
-        node: Node,
+        groups: dict[str, GroupSpec],
         callers: Callers,
         membership: Membership,
         mover: Mover,
     ) -> None:
+        """`address`: where other daemons find this one."""
         self._boot_id = boot_id
         self._address = address
         self._loop = loop
-        self._node = node
+        self._groups = groups
         self._callers = callers
         self._membership = membership
         self._mover = mover
@@ -56,16 +59,17 @@ class PeerService(pb_grpc.PeerServicer):
         if request.boot_id != self._boot_id:
             raise StaleBoot(f"boot id {request.boot_id} is not this daemon's ({self._boot_id}); register again")
         engine = self._membership.engine_of(token, request.epoch)
+        registration = self._membership.registration(engine, request.epoch)
         ticket_id = secrets.token_hex(16)
         answer: Exported = self._loop.call(ExportRequestKV(engine, request.epoch, request.request_id, ticket_id))
-        # The agent starts with the first ticket; its metadata is asked for when somebody accepts it.
-        group = self._node.state.groups[self._node.state.engines[engine].group].spec
+        self._mover.warm_agent()  # whoever accepts the ticket needs it
         return pb.ExportReply(
             ticket=pb.Ticket(
                 ticket_id=answer.ticket_id,
                 node_address=self._address,
                 boot_id=self._boot_id,
-                kv_fingerprint=group.kv_format.name,
+                namespace=registration.namespace,
+                kv_fingerprint=self._groups[registration.group].kv_format.fingerprint,
                 committed_tokens=answer.committed_tokens,
                 final=True,
                 lease_ttl_ns=answer.lease_ttl_ns,
@@ -75,32 +79,34 @@ class PeerService(pb_grpc.PeerServicer):
     @typed
     def Accept(self, request: pb.AcceptRequest, context: grpc.ServicerContext) -> pb.AcceptReply:
         """Where the ticket's pages are, and through which agent they are read."""
-        token = self._callers.who(context, "peer").token
-        agent = self._mover.agent()
-        answer: TicketPages = self._loop.call(AcceptTicket(request.ticket.ticket_id, token))
-        group = self._loop.inspect(lambda node: node.state.tickets[request.ticket.ticket_id].group)
-        spec = self._node.state.groups[group].spec
-        chain = spec.chains[0]
+        holder = _holder(self._callers.who(context, "peer"))
+        ticket_id = request.ticket.ticket_id
+        group, pages = self._loop.inspect(lambda node: _group_of(node, ticket_id))
+        chain = self._groups[group].chains[0]
         if len(chain.classes) != 1:
             raise LayoutMismatch(
                 f"group {group} keeps its KV in {len(chain.classes)} page classes; export from a sharded group"
             )
         page_class = chain.classes[0]
-        addresses = self._mover.info.addresses
-        reply = pb.AcceptReply(
+        answer: TicketPages = self._loop.call(AcceptTicket(ticket_id, holder))
+        agent = self._mover.agent()
+        info = self._mover.info
+        if info.incarnation != agent.incarnation:
+            raise NotReady("the mover is restarting; ask again")
+        return pb.AcceptReply(
             agent_metadata=agent.metadata,
             agent_name=agent.name,
             mover_incarnation=agent.incarnation,
             layout=layout_to_proto(page_class.layout),
             spans=[span_run(table) for table in answer.spans],
             generations=pack_u32(answer.generations),
+            ranks=[
+                pb.SourceRank(
+                    rank=rank, base_address=info.addresses[region], size_bytes=pages * page_class.layout.page_bytes
+                )
+                for rank, region in enumerate(page_class.device_regions)
+            ],
         )
-        pool = self._node.state.groups[group].pools[page_class.device_pool]
-        for rank, region in enumerate(page_class.device_regions):
-            assert region != STAGING_REGION
-            size = pool.slabs * page_class.page_bytes
-            reply.ranks.add(rank=rank, base_address=addresses[region], size_bytes=size)
-        return reply
 
     @typed
     def Heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
@@ -122,6 +128,21 @@ class PeerService(pb_grpc.PeerServicer):
     @typed
     def Release(self, request: pb.ReleaseRequest, context: grpc.ServicerContext) -> pb.ReleaseReply:
         """The target is done with a ticket."""
-        token = self._callers.who(context, "peer").token
-        self._loop.call(ReleaseTicket(request.ticket_id, token))
+        holder = _holder(self._callers.who(context, "peer"))
+        self._loop.call(ReleaseTicket(request.ticket_id, holder))
         return pb.ReleaseReply()
+
+
+def _holder(identity: ClientIdentity) -> str:
+    """Who holds a ticket: told in errors and to operators, so never the token itself."""
+    digest = hashlib.sha256(identity.token.encode()).hexdigest()[:12]
+    return f"{identity.name} (pid {identity.pid}, client {digest})"
+
+
+def _group_of(node: Node, ticket_id: str) -> tuple[str, int]:
+    """(group, pages a rank of its device pool) of a ticket. Raises UnknownLease."""
+    ticket = node.state.tickets.get(ticket_id)
+    if ticket is None:
+        raise UnknownLease(f"no ticket {ticket_id!r}: never given, released or expired; prefill again for a new one")
+    group = node.state.groups[ticket.group]
+    return ticket.group, group.pools[group.spec.chains[0].classes[0].device_pool].slabs

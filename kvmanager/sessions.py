@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 
-from kvmanager.core.events import Notified, StepDone
+from kvmanager.core.events import Notified, Opened, StepDone
 from kvmanager.core.node import Node
 from kvmanager.errors import KVError
 from kvmanager.messages import notice_message, step_reply
@@ -29,12 +31,29 @@ class SessionStream:
         self.outgoing.put(error)
 
 
+class _Refused:
+    """Opens that the daemon refused before the core saw them, by step number: a resend gets the same answer."""
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._by_number: OrderedDict[int, tuple[Opened, ...]] = OrderedDict()
+
+    def first(self, number: int, refused: tuple[Opened, ...]) -> tuple[Opened, ...]:
+        """What was refused when this number came first: now, or earlier."""
+        first = self._by_number.setdefault(number, refused)
+        while len(self._by_number) > self._kept:
+            self._by_number.popitem(last=False)
+        return first
+
+
 class SessionHub:
     """The newest stream of each engine epoch. `answer` and `notify` run in the core's thread."""
 
-    def __init__(self, boot_id: int) -> None:
+    def __init__(self, boot_id: int, stored_replies: int) -> None:
         self._boot_id = boot_id
+        self._stored_replies = stored_replies
         self._streams: dict[EngineKey, SessionStream] = {}
+        self._refused: dict[EngineKey, _Refused] = {}
         self._lock = threading.Lock()
 
     def open(self, key: EngineKey) -> SessionStream:
@@ -53,8 +72,13 @@ class SessionHub:
             if self._streams.get(stream.key) is stream:
                 del self._streams[stream.key]
 
-    def answer(self, stream: SessionStream, node: Node) -> Callable[[StepDone | KVError], None]:
-        """What to do with the core's answer to a step: send it with the notices not seen yet, or end the stream."""
+    def answer(
+        self, stream: SessionStream, node: Node, refused: tuple[Opened, ...]
+    ) -> Callable[[StepDone | KVError], None]:
+        """What to do with the core's answer to a step: send it with the notices not seen yet, or end the stream.
+
+        `refused`: opens of the message that were kept from the core.
+        """
 
         def deliver(answer: StepDone | KVError) -> None:
             if isinstance(answer, KVError):
@@ -62,9 +86,15 @@ class SessionHub:
                 return
             engine = node.state.any_engine(*stream.key)
             notices = list(engine.notices) if engine else []
-            stream.outgoing.put(step_reply(self._boot_id, answer, notices))
+            earlier = self._refused.setdefault(stream.key, _Refused(self._stored_replies))
+            opened = answer.opened + earlier.first(answer.number, refused)
+            stream.outgoing.put(step_reply(self._boot_id, replace(answer, opened=opened), notices))
 
         return deliver
+
+    def forget(self, engine: str, epoch: int) -> None:
+        """The epoch is gone: nothing is sent again."""
+        self._refused.pop((engine, epoch), None)
 
     def notify(self, effect: Notified) -> None:
         """Pushes a notice on the engine's stream; without one it waits in the core."""
