@@ -35,6 +35,7 @@ _STATES = {
     "waiting": pb.OpenReply.WAITING,
     "refused": pb.OpenReply.REFUSED,
 }
+KEY_HASHES = ("sha256", "sha256_cbor")
 _CLOSINGS = {pb.FINISHED: Closing.FINISHED, pb.ABORTED: Closing.ABORTED}
 
 
@@ -62,7 +63,11 @@ def namespace_digest(tenant: str, namespace: pb.Namespace) -> bytes:
 def register_event(request: pb.RegisterRequest, tenant: str) -> RegisterEngine:
     """A RegisterRequest as the core's event. Raises InvalidArgument."""
     if not request.engine:
-        raise InvalidArgument("engine has no name")
+        raise InvalidArgument("engine has no name; give it one that stays the same over restarts")
+    if request.namespace.key_hash not in KEY_HASHES:
+        raise InvalidArgument(
+            f"namespace.key_hash {request.namespace.key_hash!r} is not known here; use one of {', '.join(KEY_HASHES)}"
+        )
     return RegisterEngine(
         request.engine,
         request.group,
