@@ -154,7 +154,8 @@ def test_registrations_that_do_not_fit(
 
 def test_a_second_registration_makes_the_first_stale(served: Node, engine: AttachedEngine) -> None:
     newer = prefill_engine(served.runtime_dir)
-    with pytest.raises(StaleEpoch, match=rf"epoch {engine.client.epoch} .*newest: {newer.client.epoch}.*register again"):
+    words = rf"epoch {engine.client.epoch} .*newest: {newer.client.epoch}.*register again"
+    with pytest.raises(StaleEpoch, match=words):
         engine.step()
     with pytest.raises(StaleEpoch):
         engine.client.export(1)
@@ -275,7 +276,8 @@ def engine_dir(engine: AttachedEngine):
     return engine.workers.ranks[0]._attachment.grpc_path.parent
 
 
-def test_callers_without_a_token_or_of_another_role(served: Node, engine: AttachedEngine) -> None:
+@pytest.mark.usefixtures("engine")
+def test_callers_without_a_token_or_of_another_role(served: Node) -> None:
     with grpc.insecure_channel(f"unix:{served.runtime_dir / GRPC_SOCKET}") as channel:
         for method, request in (
             (pb_grpc.AdminStub(channel).Pools, pb.PoolsRequest()),
@@ -297,8 +299,7 @@ def test_callers_without_a_token_or_of_another_role(served: Node, engine: Attach
         with pytest.raises(Unauthorized, match=rf"role 'operator' may not.*for {role}"):
             call(method, request)
     with pytest.raises(Unauthorized, match="role 'operator' may not"):
-        list_of = pb_grpc.EngineStub(channel).Session(iter([pb.StepRequest()]))
-        call(lambda stream: list(stream), list_of)
+        call(lambda message: list(pb_grpc.EngineStub(channel).Session(iter([message]))), pb.StepRequest())
     channel.close()
     attachment.close()
 
@@ -325,7 +326,8 @@ def test_the_ranks_of_others(served: Node, engine: AttachedEngine) -> None:
     attachment.close()
 
 
-def test_tickets_that_nobody_gave(served: Node, engine: AttachedEngine) -> None:
+@pytest.mark.usefixtures("engine")
+def test_tickets_that_nobody_gave(served: Node) -> None:
     attachment = attach(served.runtime_dir, "peer", "elsewhere")
     channel = grpc_channel(attachment)
     stub = pb_grpc.PeerStub(channel)

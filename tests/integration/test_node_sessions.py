@@ -94,9 +94,7 @@ def test_a_cancelled_stream_is_taken_up_in_the_same_epoch(served: Node, engine: 
     assert run_request(engine, 2, tokens_of(2, 3 * SPAN), seed=2) == len(tokens)
 
 
-def test_streams_that_take_over_from_each_other_never_leave_the_engine_suspect(
-    served: Node, engine: AttachedEngine
-) -> None:
+def test_streams_that_take_over_from_each_other_never_leave_the_engine_suspect(engine: AttachedEngine) -> None:
     """The old stream's end and the new one's begin race: each time the newest stream must be served."""
     for number in range(1, 60):
         stream = engine.client._engine_stub.Session(iter([message(engine, number)]))

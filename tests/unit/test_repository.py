@@ -111,14 +111,14 @@ def test_the_package_never_imports_bare_folders() -> None:
 def test_only_the_command_and_the_demo_use_clients() -> None:
     """A daemon that used its own clients could deadlock on itself.
 
-    `handoff.py` calls another node's daemon, and comes in there as every client does.
+    `peers.py` calls another node's daemon, and comes in there as every client does.
     """
     found = []
     for path in _own_package_files():
         relative = path.relative_to(ROOT / "kvmanager")
         may = relative.parts[0] == "demo" or relative.name in ("cli.py", "screens.py")
         used = {name for name in _imports(path) if name.startswith("kvmanager.clients")}
-        if relative.name == "handoff.py":
+        if relative.name == "peers.py":
             used = {name for name in used if not name.startswith("kvmanager.clients.attach.")}
         if not may:
             found += [f"{relative} imports {name}" for name in sorted(used)]
