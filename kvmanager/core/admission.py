@@ -95,6 +95,13 @@ def update_promise(state: State, request: Request) -> None:
         group.pools[pool].promised_slabs += slabs
 
 
+def update_promises(state: State, group: Group) -> None:
+    """`update_promise` for every request of a sparse group: host copies of spans it holds came or went."""
+    if group.spec.sparse is not None:
+        for request in state.holders(group.spec.name):
+            update_promise(state, request)
+
+
 def check(state: State, group: Group, demands: Demands) -> None:
     """Raises PoolExhausted for the first pool that can't give what is asked now and promised later."""
     for name, demand in demands.by_pool.items():

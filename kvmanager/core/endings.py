@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvmanager.core.admission import update_promises
 from kvmanager.core.events import CopyOutcome
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.lifecycle import refuse_waiting, wake
@@ -55,6 +56,8 @@ def _writeback_ended(state: State, job: CopyJob, outcome: CopyOutcome) -> None:
         chain.release_if_unused(row)
     if ended_well(outcome):
         state.counters["mirror" if group.spec.sparse else "offload"] += len(job.rows)
+    else:
+        update_promises(state, group)
 
 
 def _mark_dirty(state: State, group: Group, chain_number: int, row: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmanager.core.admission import promises_hold
+from kvmanager.core.admission import promises_hold, update_promises
 from kvmanager.core.events import SubmitPlan
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.movement import between_tiers
@@ -18,6 +18,7 @@ def pump_writeback(state: State, group: Group) -> None:
             rows = _next_batch(state, group, number)
             if rows:
                 _submit(state, group, number, rows)
+                update_promises(state, group)
 
 
 def _in_flight(state: State, group: Group, number: int) -> int:

@@ -63,7 +63,7 @@ class SimEngine:
             self.ranks.append(Rank(attached.attach_id, world.memory))
             self.ranks[-1].number = rank
         self.ranks.sort(key=lambda r: r.number)
-        self.most = self.draw.choice((1, 2, 2, 3, 4))
+        self.most = self.draw.choice((1, 2, 2, 3))
         self.number = 0
         self.value = 0
         self.seen = 0
@@ -344,10 +344,12 @@ class SimEngine:
         """One more rank's process is dead; True when none is left. Its last work may have run, unseen."""
         if self.ranks:
             rank = self.ranks.pop(self.draw.randrange(len(self.ranks)))
-            for _ in range(self.draw.randint(0, 2)):
+            for _ in range(self.draw.choice((0, 0, 2))):
                 rank.run_one()
             rank.dead = True
             self.world.apply(DetachRank(rank.attach_id))
+            if self.draw.random() < 0.4:
+                self.catch_up()  # the others finish what this one never will
         return not self.ranks
 
     def gone(self) -> None:

@@ -16,7 +16,7 @@ from tests.sim.worlds import LIMITS, Regions, hisparse, sharded, two_chains
 
 KINDS: dict[str, Callable[[Regions, random.Random], list[GroupSpec]]] = {
     "sharded": lambda r, d: [sharded(r, "main", d.randint(8, 16), d.choice((d.randint(3, 12), d.randint(20, 80))))],
-    "two-chains": lambda r, d: [two_chains(r, "main", d.randint(14, 30), d.randint(4, 60), 4)],
+    "two-chains": lambda r, d: [two_chains(r, "main", d.randint(12, 20), d.choice((d.randint(4, 12), d.randint(40, 90))), 4)],
     "handoff": lambda r, d: [
         sharded(r, "prefill", d.randint(12, 20), d.randint(6, 20)),
         hisparse(r, "keep", d.randint(40, 90), d.randint(60, 160)),

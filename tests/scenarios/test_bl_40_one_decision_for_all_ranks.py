@@ -1,0 +1,26 @@
+"""BL-40: a span is granted on every rank or on none; one page index means the same page everywhere."""
+
+from kvmanager.errors import PoolExhausted
+from tests.sim.driver import Client, Driver, sharded_group
+
+
+def test_two_page_indexes() -> None:
+    driver = Driver([sharded_group(2, 4)])
+    client = Client(driver, "p")
+    first = client.open(1, 513, "a")
+    assert len(first.spans[0].pages["kv"][0]) == 2
+    assert isinstance(client.open(2, 5, "b").error, PoolExhausted)
+    client.commit(1, 513)
+    client.run()
+    (plan,) = driver.plans.values()
+    assert len({(c.source_region, c.target_region) for c in plan.copies}) == 8
+    assert len({c.source_offsets.tobytes() for c in plan.copies}) == 1, "the same page on all ranks"
+    driver.end_all()
+    client.close(1)
+    client.run()
+    assert client.serve(3, 1024, "push").state == "runnable"
+    assert client.open(4, 513, "a").state == "waiting"
+    (plan,) = driver.plans.values()
+    assert {len(c.target_offsets) for c in plan.copies} == {1}, "every rank loads the same spans"
+    driver.end_all()
+    driver.leave(client)
