@@ -1,0 +1,151 @@
+"""Offload: what is copied, in which order, and that it never stops for good."""
+
+import numpy as np
+
+from kvmanager.core.events import CopyOutcome, MoverGone, Tick
+from kvmanager.core.pool import PageState
+from kvmanager.core.spans import HOST, CopyState
+from kvmanager.core.spec import Limits
+from tests.sim.driver import Client, Driver, sharded_group
+from tests.sim.worlds import Regions, two_chains
+
+SPAN = 512
+
+
+def offloaded(driver: Driver) -> list[int]:
+    """First tokens of spans with a complete host copy."""
+    table = driver.node.state.groups["p"].chains[0].table
+    ready = table.live & (table.copies[0, HOST] == CopyState.READY)
+    return sorted(table.first_token[ready].tolist())
+
+
+def test_parents_go_first_and_no_child_is_on_the_host_before_its_parent():
+    driver = Driver([sharded_group(16, 16)], Limits(plans_in_flight=1, batch_spans=2))
+    client = Client(driver, "p")
+    client.open(1, 7 * SPAN, "a")
+    client.commit(1, 7 * SPAN)
+    client.run()
+    seen = []
+    while driver.plans:
+        assert len(driver.plans) == 1
+        driver.end(next(iter(driver.plans)))
+        seen.append(offloaded(driver))
+    assert seen == [[i * SPAN for i in range(n)] for n in (2, 4, 6, 7)]
+    driver.leave(client)
+
+
+def test_the_limit_of_plans_in_flight():
+    driver = Driver([sharded_group(16, 16)], Limits(plans_in_flight=3, batch_spans=1))
+    client = Client(driver, "p")
+    client.open(1, 8 * SPAN, "a")
+    client.commit(1, 8 * SPAN)
+    client.run()
+    assert len(driver.plans) == 3
+    driver.end(max(driver.plans))
+    assert len(driver.plans) == 3
+    driver.end_all()
+    assert driver.counters["offload"] == 8
+    driver.leave(client)
+
+
+def test_a_private_twin_is_not_offloaded():
+    driver = Driver([sharded_group(16, 16)])
+    client = Client(driver, "p")
+    client.open(1, 2 * SPAN, "a")
+    client.open(2, 2 * SPAN, "a")
+    for request in (1, 2):
+        client.commit(request, 2 * SPAN)
+    client.run()
+    driver.end_all()
+    assert driver.counters["offload"] == 2
+    for request in (1, 2):
+        client.close(request)
+    client.run()
+    assert driver.pages("p/hbm", PageState.READY) == 2
+    driver.leave(client)
+
+
+def test_blocked_write_back_goes_on_by_itself():
+    """Every way in which host room can come: an unpin, a failure, the mover's end, and plain time."""
+    driver = Driver([sharded_group(16, 2)], Limits(batch_spans=1, plans_in_flight=1))
+    client = Client(driver, "p")
+    client.open(1, 2 * SPAN, "a")
+    client.commit(1, 2 * SPAN)
+    client.run()
+    driver.end_all()
+    client.open(2, 2 * SPAN, "b")
+    client.commit(2, 2 * SPAN)
+    client.run()
+    assert not driver.plans, "the host is full of pinned spans"
+    assert driver.node.state.groups["p"].blocked == {0}
+    driver.apply(Tick())
+    assert not driver.plans
+    client.close(1)
+    client.run()
+    assert driver.plans
+    driver.end_all()
+    assert driver.counters["offload"] == 4
+    driver.leave(client)
+
+
+def test_one_chain_that_is_blocked_does_not_hold_up_another():
+    driver = Driver([two_chains(Regions({}), "g", 16, 1)])
+    client = Client(driver, "g")
+    client.open(1, 16 * 3 + 1, "a")
+    client.commit(1, 16 * 3 + 1)
+    client.run()
+    driver.end_all()
+    main, draft = driver.node.state.groups["g"].chains
+    assert int((main.table.copies[0, HOST] == CopyState.READY).sum()) == 1
+    assert int((draft.table.copies[0, HOST] == CopyState.READY).sum()) == 2
+    driver.leave(client)
+
+
+def test_what_a_dead_mover_had_is_copied_again():
+    driver = Driver([sharded_group(8, 8)])
+    client = Client(driver, "p")
+    client.open(1, 4 * SPAN, "a")
+    client.commit(1, 4 * SPAN)
+    client.close(1)
+    client.run()
+    lost = set(driver.plans)
+    driver.plans.clear()
+    driver.apply(MoverGone())
+    assert driver.pages("p/host", PageState.FILLING) == 4
+    assert not lost & set(driver.plans)
+    driver.end_all()
+    assert offloaded(driver) == [i * SPAN for i in range(4)]
+    assert driver.counters["offload"] == 4
+    driver.leave(client)
+
+
+def test_idle_spans_that_were_promised_are_not_made_busy():
+    """A write-back must not take away what a running request was promised."""
+    driver = Driver([sharded_group(8, 8)], Limits(plans_in_flight=1, batch_spans=1))
+    client = Client(driver, "p")
+    client.open(1, 4 * SPAN, "a")
+    client.commit(1, 4 * SPAN)
+    client.close(1)
+    client.run()
+    assert client.open(2, SPAN, "b", growth=7 * SPAN).state == "refused", "one span is in flight"
+    assert client.open(3, SPAN, "b", growth=6 * SPAN).state == "runnable"
+    for spans in range(2, 8):
+        for plan in list(driver.plans):
+            driver.end(plan, CopyOutcome.FAILED)
+        reply = client.commit(3, SPAN, capacity=spans * SPAN)
+        assert reply.grown[0].error is None, spans
+    driver.leave(client)
+
+
+def test_offload_plans_name_whole_pages_of_every_rank():
+    driver = Driver([sharded_group(16, 16)])
+    client = Client(driver, "p")
+    client.open(1, 5 * SPAN, "a")
+    client.commit(1, 5 * SPAN)
+    client.run()
+    (plan,) = driver.plans.values()
+    assert plan.total_bytes == 5 * 28_020_736
+    assert len(plan.copies) == 8
+    assert all(np.array_equal(c.source_offsets, [0]) and c.row_bytes == 5 * 3_502_592 for c in plan.copies)
+    driver.end_all()
+    driver.leave(client)
