@@ -94,7 +94,7 @@ def test_a_hand_off_lands_partly_on_the_host(arrival, spans):
 
 
 def test_pressure_releases_and_the_slab_drains_until_the_next_fence():
-    driver, client = decode(40)
+    driver, client = decode(44)
     tokens = 20 * ROWS  # two sealed spans of eight pages, and one that is not
     assert client.open(1, tokens, "a", ticket=ticket(tokens)).state == "waiting"
     driver.end_all()
