@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from kvmanager.core.events import SubmitPlan
@@ -59,16 +61,30 @@ def span_rows(chain: Chain, page_class: int, tier: int, row: int, tokens: int) -
 def copy_on_write(state: State, chain: Chain, donor: int, row: int, tokens: int) -> CopyPlan:
     """Copies slots [0, tokens) of the donor into a new span, for the worker to run before its first write."""
     copies: list[StridedCopies] = []
-    for c, page_class in enumerate(chain.spec.classes):
-        source, target = (span_rows(chain, c, DEVICE, r, tokens) for r in (donor, row))
-        regions = page_class.device_regions if chain.spec.placement is Placement.REPLICATED else (None,)
-        for region in regions:
-            if region is not None:
-                everywhere = np.full(tokens, region, np.int32)
-                source, target = Rows(everywhere, source.page, source.slot), Rows(everywhere, target.page, target.slot)
-            copies += copy_rows(page_class.layout, page_class.layout, source, target)
+    for c in range(len(chain.spec.classes)):
+        copies += _copy_slots(chain, c, donor, row, tokens)
     return CopyPlan(state.new_plan_id(), Purpose.COPY_ON_WRITE, tuple(copies))
 
+
+def _copy_slots(chain: Chain, page_class: int, donor: int, row: int, tokens: int) -> list[StridedCopies]:
+    """The first tokens of a span fill the first slots of each of its pages, so ranks with as many are alike."""
+    spec, table, order = chain.spec, chain.table, chain.table.order(row)
+    assert table.order(donor) == order
+    c = chain.page_class(page_class)
+    source, target = (table.pages[page_class, DEVICE, span] for span in (donor, row))
+    filled = [order.rows_in_page(tokens, page) for page in range(order.segments)]
+    made: dict[tuple[int, ...], tuple[StridedCopies, ...]] = {}
+    copies: list[StridedCopies] = []
+    for rank, region in enumerate(c.device_regions):
+        mine = tuple(filled if spec.placement is Placement.REPLICATED else filled[rank :: spec.ranks])
+        if mine not in made:
+            ordinals = np.repeat(np.arange(len(mine)), mine)
+            slots = concat([np.arange(count, dtype=np.int64) for count in mine])
+            regions = np.full(len(slots), region, np.int32)
+            ends = [Rows(regions, pages[ordinals], slots) for pages in (source, target)]
+            made[mine] = copy_rows(c.layout, c.layout, ends[0], ends[1])
+        copies += [replace(part, source_region=region, target_region=region) for part in made[mine]]
+    return copies
 
 
 def onboard(

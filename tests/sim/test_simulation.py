@@ -10,9 +10,9 @@ from tests.sim.harness import fingerprint
 from tests.sim.simulate import KINDS, Simulation, simulate
 from tests.sim.worlds import LIMITS, Regions
 
-SHORT = [("sharded", seed, 250) for seed in range(8)]
+SHORT = [("sharded", seed, 250) for seed in range(7)]
 SHORT += [("two-chains", seed, 150) for seed in range(4)]
-SHORT += [("handoff", seed, 250) for seed in range(8)]
+SHORT += [("handoff", seed, 250) for seed in range(6)]
 
 
 @pytest.mark.parametrize(("kind", "seed", "events"), SHORT)
