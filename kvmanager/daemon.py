@@ -92,7 +92,7 @@ class Daemon:
             self._regions,
             self._loop.post,
             self._loop.settle,
-            self._handoffs.pull_ended,
+            self._handoffs,
             self._fail,
         )
         self._handoffs.use(self._mover)

@@ -38,13 +38,9 @@ Ended = tuple[CopyOutcome, KVError | None]
 
 @dataclass(frozen=True)
 class _Pull:
-    """One pull, from the core's order to the event that ends it. `moved`: the mover's end of it.
-
-    `mover_epoch`: of the order; a mover that came later must not write into pages that the core gave up.
-    """
+    """One pull, from the core's order to the event that ends it. `moved`: the mover's end of it."""
 
     effect: StartPull
-    mover_epoch: int
     moved: Future[Ended] = field(default_factory=Future)
 
 
@@ -81,9 +77,8 @@ class Handoffs:
         self._mover = mover
 
     def start(self, effect: StartPull) -> None:
-        """Begins a pull; in the core's thread."""
-        assert self._mover is not None
-        pull = _Pull(effect, self._mover.epoch)
+        """Begins a pull."""
+        pull = _Pull(effect)
         with self._lock:
             if not self._closed:
                 self._pulls[effect.plan_id] = pull
@@ -106,6 +101,13 @@ class Handoffs:
             if pull is not None and not pull.moved.done():
                 pull.moved.set_result((outcome, error))
         return pull is not None
+
+    def mover_gone(self, alive: set[int]) -> None:
+        """Our mover died: pulls not among `alive` are over for the core, also those that were not sent yet."""
+        with self._lock:
+            for plan_id, pull in self._pulls.items():
+                if plan_id not in alive and not pull.moved.done():
+                    pull.moved.set_result((CopyOutcome.FAILED, PeerUnreachable("our mover died; open it again")))
 
     def close(self) -> None:
         """Waits for no one: pulls still running end with the node's memory."""
@@ -143,7 +145,8 @@ class Handoffs:
         ticket = pb.Ticket(ticket_id=pull.effect.ticket.ticket_id)
         request = pb.AcceptRequest(ticket=ticket, target_node=self._node)
         accepted: pb.AcceptReply = self._peers.call(source, "Accept", request, ACCEPT_DEADLINE_S)
-        self._mover.pull(self._command(pull.effect, accepted), pull.mover_epoch)
+        # A mover that comes later must not write into pages that the core gave up when the old one died.
+        self._mover.pull(self._command(pull.effect, accepted), lambda: not pull.moved.done())
         outcome, error = pull.moved.result()  # the mover has a deadline of its own, and its death ends it too
         if outcome is not CopyOutcome.DONE:
             return outcome, error

@@ -112,13 +112,13 @@ class OwnerLoop:
         self._put(_Inspect(look, result))
         return result.result()
 
-    def settle(self, action: Callable[[], None] = lambda: None) -> None:
+    def settle(self, action: Callable[[Node], None] = lambda _node: None) -> None:
         """Returns when all that this thread posted was applied, and then `action` was run in the loop's thread.
 
         Without the action when the loop has ended.
         """
         try:
-            self.inspect(lambda _node: action())
+            self.inspect(action)
         except NotReady:
             _log.info("the core has ended")
 

@@ -19,8 +19,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from kvmanager.core.events import CopyOutcome, Event, MoverGone, PlanEnded
+from kvmanager.core.node import Node
 from kvmanager.core.plans import CopyPlan
 from kvmanager.errors import KVError, NotReady, PeerUnreachable
 from kvmanager.memory import NodeRegions
@@ -58,6 +60,18 @@ class MoverInfo:
     addresses: dict[int, int] = field(default_factory=dict)
     agent: Agent | None = None
     outstanding: int = 0
+
+
+class Pulls(Protocol):
+    """Who drives the pulls that the mover carries out. Nothing here may block."""
+
+    def pull_ended(self, plan_id: int, outcome: CopyOutcome, error: KVError | None) -> bool:
+        """A pull's end; False when the id is no pull's."""
+        ...
+
+    def mover_gone(self, alive: set[int]) -> None:
+        """The mover died: pulls not among `alive`, sent or not, are over. From now on they are not wanted."""
+        ...
 
 
 class _Process:
@@ -126,27 +140,23 @@ class Mover:
         boot_id: int,
         regions: NodeRegions,
         post: Callable[[Event], None],
-        in_core: Callable[[Callable[[], None]], None],
-        on_pull_ended: Callable[[int, CopyOutcome, KVError | None], bool],
+        in_core: Callable[[Callable[[Node], None]], None],
+        pulls: Pulls,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """`in_core(f)` runs f in the core's thread, after all that was posted, and returns then.
-
-        `on_pull_ended(id, outcome, error)`: whether the id was a pull's; must not block.
-        """
+        """`in_core(f)` runs f in the core's thread, after all that was posted, and returns then."""
         self._path = mover_socket(runtime_dir, device)
         self.device = device
         self._boot_id = boot_id
         self._regions = regions
         self._post = post
         self._in_core = in_core
-        self._on_pull_ended = on_pull_ended
+        self._pulls = pulls
         self._on_failure = on_failure
         self._lock = threading.Lock()  # guards what follows
         self._link: MoverLink | None = None
         self._waiting: list[pb.Pull | CopyPlan] = []
         self._outstanding: set[int] = set()
-        self._epoch = 0
         self._info = MoverInfo()
         self._agent: Future[Agent] | None = None
         self._connection: _Connection | None = None
@@ -180,29 +190,20 @@ class Mover:
                 known.pid, known.incarnation, dict(known.addresses), known.agent, len(self._outstanding)
             )
 
-    @property
-    def epoch(self) -> int:
-        """Mover processes whose end the core knows of. A job of the core is good for the epoch it was made in.
-
-        Ask in the core's thread.
-        """
-        with self._lock:
-            return self._epoch
-
     def submit(self, plan: CopyPlan) -> None:
         """Sends a plan, now or when there is a link; in the core's thread."""
-        self._send(plan, plan.plan_id)
+        self._send(plan, plan.plan_id, lambda: True)
 
-    def pull(self, pull: pb.Pull, epoch: int) -> None:
-        """Sends a pull, likewise, from any thread; one of an epoch that is over fails."""
-        self._send(pull, pull.pull_id, epoch)
+    def pull(self, pull: pb.Pull, wanted: Callable[[], bool]) -> None:
+        """Sends a pull, likewise, from any thread; unless it is no longer wanted (see `Pulls.mover_gone`)."""
+        self._send(pull, pull.pull_id, wanted)
 
-    def _send(self, work: pb.Pull | CopyPlan, work_id: int, epoch: int | None = None) -> None:
+    def _send(self, work: pb.Pull | CopyPlan, work_id: int, wanted: Callable[[], bool]) -> None:
         failure: KVError | None = None
         with self._lock:
-            if epoch is not None and epoch != self._epoch:
-                failure = PeerUnreachable("our mover died; open the request again")
-            elif self._link is None:
+            if not wanted():
+                return
+            if self._link is None:
                 self._waiting.append(work)
             else:
                 failure = self._hand(self._link, work, work_id)
@@ -264,7 +265,7 @@ class Mover:
     def _ended(self, work_id: int, outcome: CopyOutcome, error: KVError | None) -> None:
         with self._lock:
             self._outstanding.discard(work_id)
-        if not self._on_pull_ended(work_id, outcome, error):
+        if not self._pulls.pull_ended(work_id, outcome, error):
             self._post(PlanEnded(work_id, outcome, error))
 
     def _reconcile(self, carried: set[int]) -> None:
@@ -366,10 +367,9 @@ class Mover:
             self._link = connection.link
             waiting, self._waiting = self._waiting, []
             for work in waiting:
-                work_id = work.plan_id if isinstance(work, CopyPlan) else work.pull_id
-                error = self._hand(connection.link, work, work_id)
+                error = self._hand(connection.link, work, _id_of(work))
                 if error is not None:
-                    failed.append((work_id, error))
+                    failed.append((_id_of(work), error))
         for work_id, error in failed:
             self._ended(work_id, CopyOutcome.FAILED, error)
         _log.info("mover %d for %s has all regions", self._process.pid, self.device)
@@ -386,17 +386,19 @@ class Mover:
         """The process is dead: the core takes note of it, and of nothing that was meant for it anything is sent."""
         _log.warning("the mover for %s, pid %d, is dead", self.device, process.pid)
         self._post(MoverGone())
-        self._in_core(self._end_epoch)
+        self._in_core(self._forget_lost)
         process.close()
         self._process = None
 
-    def _end_epoch(self) -> None:
-        """In the core's thread, after it applied MoverGone: all jobs made until then are over."""
+    def _forget_lost(self, node: Node) -> None:
+        """In the core's thread, after MoverGone was applied: only jobs that the core has now are still to be done."""
+        alive = set(node.state.jobs)
+        self._pulls.mover_gone(alive)
         with self._lock:
-            self._epoch += 1
             self._info = MoverInfo()
-            lost = self._outstanding | {w.plan_id if isinstance(w, CopyPlan) else w.pull_id for w in self._waiting}
             self._outstanding = set()
-            self._waiting = []
-        for work_id in sorted(lost):
-            self._on_pull_ended(work_id, CopyOutcome.FAILED, PeerUnreachable("our mover died; open the request again"))
+            self._waiting = [work for work in self._waiting if _id_of(work) in alive]
+
+
+def _id_of(work: pb.Pull | CopyPlan) -> int:
+    return work.plan_id if isinstance(work, CopyPlan) else work.pull_id

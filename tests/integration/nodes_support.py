@@ -89,11 +89,11 @@ def node(directory: Path, name: str, config: Callable[..., str], **options: obje
     """A node of its own, serving; stopped at the end."""
     process = NodeProcess(name, directory, config(directory / name, name=name, **options))
     with process:
-        admin = process.wait_serving()
+        running = Node(process, process.wait_serving())
         try:
-            yield Node(process, admin)
+            yield running
         finally:
-            admin.close()
+            running.admin.close()
 
 
 class Node:

@@ -15,6 +15,7 @@ from nodes_support import (
     LAYOUT,
     RANKS,
     SPAN,
+    WAIT_S,
     Node,
     keys_of,
     node,
@@ -95,6 +96,11 @@ class Raw:
             raise error_from_rpc(error) from error
 
 
+def replaced(engine: AttachedEngine) -> None:
+    """Waits until the engine's own stream was ended by a newer one of its epoch."""
+    engine.client._stream._thread.join(WAIT_S)
+
+
 def call(method: object, request: object) -> object:
     """A unary call whose failure is the typed error."""
     try:
@@ -173,6 +179,7 @@ def test_numbers_that_name_another_daemon_or_no_request(engine: AttachedEngine) 
         raw.step(epoch=99)
     with pytest.raises(InvalidArgument, match="step 9 after 3: numbers rise by one"):
         raw.step(number=9)
+    replaced(engine)
     result = engine.client.step(fence=engine.workers.fence(), requests=[RequestStep(41, 1, 1)])
     assert isinstance(result.errors[41], UnknownRequest)
     assert "no request 41" in str(result.errors[41])
@@ -387,6 +394,7 @@ def test_a_stream_that_breaks_a_rule_is_over_and_the_next_one_is_served(engine: 
     raw = Raw(engine)
     with pytest.raises(InvalidArgument):
         raw.step(number=77)
+    replaced(engine)
     error = wait_for_error(lambda: raw.step(boot_id=1), StaleBoot)
     assert "attach and register again" in str(error)
     assert run_request(engine, 5, CACHED, seed=7) == len(CACHED) - 16
