@@ -291,7 +291,7 @@ def test_the_source_dies_and_comes_back(tmp_path, target: Node, decode: Attached
         close(decode, 3)
         last = export(engine, 2, seed=14)
         engine.close()
-    with pytest.raises(PeerUnreachable, match="can't be reached|does not answer"):
+    with pytest.raises(PeerUnreachable, match=r"can't be reached|does not answer"):
         hand_over(decode, 4, 14, last)
     target.wait_at_rest()
     after = target.pools()

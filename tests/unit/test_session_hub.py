@@ -1,0 +1,93 @@
+"""Streams of an engine: who gets a reply, what a resend gets, and which opens stay refused."""
+
+from __future__ import annotations
+
+import queue
+from types import SimpleNamespace
+
+from kvmanager.core.events import Notice, Notified, Opened, StepDone
+from kvmanager.errors import Draining, InvalidArgument
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.sessions import SessionHub, SessionStream
+
+KEY = ("e", 1)
+NODE = SimpleNamespace(state=SimpleNamespace(any_engine=lambda *_: None))
+
+
+def take(stream: SessionStream) -> object:
+    return stream.outgoing.get_nowait()
+
+
+def silent(stream: SessionStream) -> bool:
+    try:
+        stream.outgoing.get_nowait()
+    except queue.Empty:
+        return True
+    return False
+
+
+def refusal(request_id: int, error: Exception) -> Opened:
+    return Opened(request_id, "refused", error=error)
+
+
+def test_a_reply_goes_to_the_stream_that_asked_and_an_error_ends_it() -> None:
+    hub = SessionHub(5, stored_replies=4)
+    stream = hub.open(KEY)
+    hub.answer(stream, NODE, ())(StepDone(1))
+    reply = take(stream)
+    assert (reply.number, reply.boot_id) == (1, 5)
+    error = InvalidArgument("no")
+    hub.answer(stream, NODE, ())(error)
+    assert take(stream) is error
+
+
+def test_a_newer_stream_ends_the_older_one_and_gets_the_notices() -> None:
+    hub = SessionHub(5, stored_replies=4)
+    older, newer = hub.open(KEY), hub.open(KEY)
+    assert take(older) is None
+    hub.closed(older)
+    hub.notify(Notified("e", 1, Notice(1, draining="why")))
+    assert silent(older)
+    assert take(newer).notices[0].draining == "why"
+    hub.closed(newer)
+    hub.notify(Notified("e", 1, Notice(2, draining="why")))
+    assert silent(newer)
+    hub.end_all()
+    assert silent(newer)
+
+
+def test_refused_opens_join_those_of_the_core() -> None:
+    hub = SessionHub(5, stored_replies=4)
+    stream = hub.open(KEY)
+    done = StepDone(1, opened=(Opened(7, "waiting"),))
+    hub.answer(stream, NODE, (refusal(8, Draining("the node drains")),))(done)
+    reply = take(stream)
+    assert [(o.request_id, o.state) for o in reply.opened] == [(7, pb.OpenReply.WAITING), (8, pb.OpenReply.REFUSED)]
+    assert reply.opened[1].error.reason == pb.DRAINING
+
+
+def test_a_resend_gets_the_first_answer_whatever_holds_now() -> None:
+    """Granted before the node drained, or refused before: the stored answer stands."""
+    hub = SessionHub(5, stored_replies=4)
+    stream = hub.open(KEY)
+    granted = StepDone(1, opened=(Opened(7, "waiting"),))
+    late = (refusal(7, Draining("the node drains")),)
+    hub.answer(stream, NODE, ())(granted)
+    first = take(stream)
+    hub.answer(stream, NODE, late)(granted)
+    assert take(stream).SerializeToString() == first.SerializeToString()
+    hub.answer(stream, NODE, late)(StepDone(2))
+    second = take(stream)
+    hub.answer(stream, NODE, ())(StepDone(2))
+    assert take(stream).SerializeToString() == second.SerializeToString()
+
+
+def test_refusals_are_kept_as_long_as_replies_and_go_with_the_epoch() -> None:
+    hub = SessionHub(5, stored_replies=2)
+    stream = hub.open(KEY)
+    for number in range(1, 5):
+        hub.answer(stream, NODE, (refusal(number, Draining("x")),))(StepDone(number))
+    assert list(hub._refused[KEY]._by_number) == [3, 4]
+    hub.forget(*KEY)
+    assert hub._refused == {}
+    hub.forget(*KEY)
