@@ -27,12 +27,13 @@ def evictable(chain: Chain) -> BoolArray:
     """Idle spans whose descendants are all idle too, so that leaf-first eviction can reach them (bool[rows])."""
     table = chain.table
     free: BoolArray = idle(chain)
-    held: npt.NDArray[np.int64] = np.flatnonzero(table.live & table.published & ~free)
+    held = np.flatnonzero(table.live & table.published & ~free)
     # Upwards from held spans, level by level; a request holds its whole path, so one level is the rule.
     while len(held):
         parents = table.parent[held]
-        parents = np.unique(parents[parents != NO_SPAN]).astype(np.int64)
-        held = parents[free[parents]]
+        above = np.zeros(len(free), bool)
+        above[parents[parents != NO_SPAN]] = True
+        held = np.flatnonzero(above & free)
         free[held] = False
     return free
 

@@ -224,6 +224,9 @@ class SimEngine:
 
     def _text(self) -> Text:
         """A session's next turn, a fork of one, or a new one."""
+        if len(self.texts) > 8 and self.draw.random() < 0.3:
+            old = self.draw.choice(self.texts[:4])  # perhaps only the host still has it
+            return old.fork(len(old.digests))
         kind = self.draw.random()
         if self.texts and kind < 0.75:
             old = self.draw.choice(self.texts)

@@ -236,6 +236,9 @@ class World:
         if not self.late:
             return
         flight = self.late[self.draw.randrange(len(self.late))]
+        for claim in flight.claims:
+            if (claim.pool.spaces[claim.page_class].state[claim.pages] != PageState.QUARANTINED).any():
+                raise WrongKV(f"late bytes of a pull land in pages of {claim.pool.name} that are in use again")
         for c in flight.plan.copies:
             use = self.uses[c.target_region]
             size = use.page_class.page_bytes
@@ -313,6 +316,8 @@ class World:
         """The pull is over; the ticket goes back unless it was refused."""
         pull = self.pulls.pop(plan_id)
         self.happened[f"pull {outcome.value}"] += 1
+        if outcome is CopyOutcome.UNKNOWN_FATE:
+            self.late.append(Flight(CopyPlan(plan_id, Purpose.PLACE, ()), pull.claims, False))
         self.apply(PlanEnded(plan_id, outcome, error or (None if outcome is CopyOutcome.DONE else TransferFailed("x"))))
         if self.draw.random() < 0.8:
             self.apply(ReleaseTicket(pull.start.ticket.ticket_id, "target"))

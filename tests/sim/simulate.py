@@ -15,8 +15,8 @@ from tests.sim.harness import SimReport, World
 from tests.sim.worlds import LIMITS, Regions, hisparse, sharded, two_chains
 
 KINDS: dict[str, Callable[[Regions, random.Random], list[GroupSpec]]] = {
-    "sharded": lambda r, d: [sharded(r, "main", d.randint(8, 16), d.choice((d.randint(3, 12), d.randint(20, 80))))],
-    "two-chains": lambda r, d: [two_chains(r, "main", d.randint(12, 20), d.choice((d.randint(4, 12), d.randint(40, 90))), 4)],
+    "sharded": lambda r, d: [sharded(r, "main", d.randint(8, 16), d.choice((8, 20, 50, 80)))],
+    "two-chains": lambda r, d: [two_chains(r, "main", d.randint(12, 20), d.choice((6, 12, 40, 90)))],
     "handoff": lambda r, d: [
         sharded(r, "prefill", d.randint(12, 20), d.randint(6, 20)),
         hisparse(r, "keep", d.randint(40, 90), d.randint(60, 160)),
