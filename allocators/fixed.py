@@ -51,23 +51,34 @@ class FixedPages:
         return np.arange(start, start + count, dtype=np.int64)
 
     def give(self, pages: PageArray) -> None:
-        """Takes pages back. A page that is free already, twice in the call or out of range is our own bug."""
+        """Takes pages back. A page that is free already, twice in the call or out of range is our own bug.
+
+        Nothing changes then: all pages are looked at before the first is taken back.
+        """
         ordered = np.sort(pages)
         if len(ordered) == 0:
             return
-        assert ordered[0] >= 0
-        assert ordered[-1] < self.pages
+        assert ordered[0] >= 0, f"page {ordered[0]} is not one of {self.pages}"
+        assert ordered[-1] < self.pages, f"page {ordered[-1]} is not one of {self.pages}"
+        twice = ordered[1:][np.diff(ordered) == 0]
+        assert len(twice) == 0, f"pages {twice.tolist()} are given twice in one call"
         breaks = np.flatnonzero(np.diff(ordered) != 1)
         starts = ordered[np.concatenate(([0], breaks + 1))]
         ends = ordered[np.concatenate((breaks, [len(ordered) - 1]))] + 1
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        runs = list(zip(starts.tolist(), ends.tolist(), strict=True))
+        for start, end in runs:
+            self._check_taken(start, end)
+        for start, end in runs:
             self._merge(start, end)
         self.free += len(ordered)
 
-    def _merge(self, start: int, end: int) -> None:
+    def _check_taken(self, start: int, end: int) -> None:
         at = bisect_left(self._starts, start)
         assert at == 0 or self._ends[at - 1] <= start, f"page {start} is free already"
-        assert at == len(self._starts) or end <= self._starts[at], f"page {end - 1} is free already or given twice"
+        assert at == len(self._starts) or end <= self._starts[at], f"page {self._starts[at]} is free already"
+
+    def _merge(self, start: int, end: int) -> None:
+        at = bisect_left(self._starts, start)
         joins_left = at > 0 and self._ends[at - 1] == start
         joins_right = at < len(self._starts) and self._starts[at] == end
         if joins_left and joins_right:

@@ -72,7 +72,8 @@ class Slabs:
         places = self._places[page_class]
         values = pages.tolist()
         assert len(set(values)) == len(values), "a page is given twice in one call"
-        assert places.isdisjoint(values), "a page is free already"
+        assert places.isdisjoint(values), f"pages {sorted(places.intersection(values))} are free already"
+        assert all(0 <= page < self.slabs * per_slab for page in values), f"pages {values} of {self.slabs} slabs"
         slabs = pages // per_slab
         assert bool((self.owner[slabs] == self.classes.index(page_class)).all()), "a page of another class"
         places.update(values)

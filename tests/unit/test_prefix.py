@@ -1,0 +1,132 @@
+"""Matching, publication and order in the prefix index."""
+
+import hashlib
+
+import pytest
+
+from kvmanager.core.eviction import leaf_first_lru
+from kvmanager.core.prefix import PrefixIndex
+from kvmanager.core.spans import NO_SPAN, SpanTable
+from kvmanager.geometry import SEQUENTIAL, TokenOrder
+
+WIDTH = 16
+SPAN = TokenOrder(4, 1)
+
+
+def keys(*tokens: object) -> bytes:
+    """Chained keys, one for each word."""
+    out, chain = [], b""
+    for token in tokens:
+        chain = hashlib.sha256(chain + repr(token).encode()).digest()[:WIDTH]
+        out.append(chain)
+    return b"".join(out)
+
+
+class Index:
+    """An index and the little it needs to publish."""
+
+    def __init__(self) -> None:
+        self.table = SpanTable(1, 4)
+        self.index = PrefixIndex(self.table, WIDTH)
+
+    def publish(self, text: bytes, first: int, last: int, parent: int = NO_SPAN, order=SPAN, now=1, namespace=0) -> int:
+        row = self.table.add(first * 4, order, now, namespace)
+        self.table.keys[row] = text[first * WIDTH : last * WIDTH]
+        self.table.valid[row] = last - first
+        self.index.publish(row, parent)
+        return row
+
+
+@pytest.fixture
+def tree() -> Index:
+    return Index()
+
+
+def test_whole_spans_then_a_donor(tree):
+    text = keys(*"abcdefgh")
+    one = tree.publish(text, 0, 4)
+    two = tree.publish(text, 4, 8, one)
+    assert tree.index.match(text, 8).spans == (one, two)
+    match = tree.index.match(keys(*"abcdefXY"), 8)
+    assert (match.spans, match.segments, match.donor, match.donor_segments) == ((one,), 4, two, 2)
+    whole = tree.index.match_whole(keys(*"abcdefXY"), 8)
+    assert (whole.spans, whole.segments, whole.donor) == ((one,), 4, NO_SPAN)
+    assert tree.index.match(text, 7).donor_segments == 3
+    assert tree.index.match(keys(*"Xbcdefgh"), 8).segments == 0
+
+
+def test_partial_spans_are_donors_only(tree):
+    text = keys(*"abcdef")
+    one = tree.publish(text, 0, 4)
+    tail = tree.publish(text, 4, 6, one)
+    match = tree.index.match(keys(*"abcdefgh"), 8)
+    assert (match.segments, match.donor, match.donor_segments) == (4, tail, 2)
+    assert tree.index.match_whole(text, 6).segments == 4
+
+
+def test_the_donor_with_the_most_common_keys_wins(tree):
+    tree.publish(keys(*"abX"), 0, 3)
+    best = tree.publish(keys(*"abcY"), 0, 4)
+    tree.publish(keys(*"aZ"), 0, 2)
+    match = tree.index.match(keys(*"abcd"), 4)
+    assert (match.donor, match.donor_segments) == (best, 3)
+
+
+def test_spans_of_two_orders_over_the_same_tokens(tree):
+    """Small spans end early, a large one goes further: the longest way wins whichever was there first."""
+    text = keys(*"abcdefgh")
+    small = NO_SPAN
+    for i in range(3):
+        small = tree.publish(text, i, i + 1, small, SEQUENTIAL)
+    large = tree.publish(text, 0, 4)
+    more = tree.publish(text, 4, 5, large, SEQUENTIAL)
+    assert tree.index.match_whole(text, 8).spans == (large, more)
+    assert tree.index.match(text, 3).segments == 3
+    assert tree.index.match(text, 3).donor == NO_SPAN
+
+
+def test_namespaces_do_not_see_each_other(tree):
+    text = keys(*"abcd")
+    tree.publish(text, 0, 4, namespace=0)
+    other = tree.publish(text, 0, 4, namespace=1)
+    assert tree.index.match(text, 4, 1).spans == (other,)
+    assert tree.index.match(text, 4, 2).segments == 0
+    tree.index.unpublish(other)
+    assert tree.index.match(text, 4, 0).segments == 4
+    assert tree.index.match(text, 4, 1).segments == 0
+
+
+def test_parents_are_never_older_than_their_children(tree):
+    text = keys(*"abcdefghijkl")
+    one = tree.publish(text, 0, 4, now=1)
+    two = tree.publish(text, 4, 8, one, now=9)
+    three = tree.publish(text, 8, 12, two, now=5)
+    assert tree.table.last_used[[one, two, three]].tolist() == [1, 1, 1]
+    tree.index.touch([three], 7)
+    assert tree.table.last_used[[one, two, three]].tolist() == [7, 7, 7]
+    order = leaf_first_lru(tree.table.last_used[[one, two, three]], tree.table.first_token[[one, two, three]])
+    assert order.tolist() == [2, 1, 0]
+
+
+def test_a_span_with_children_can_not_leave(tree):
+    text = keys(*"abcdefgh")
+    one = tree.publish(text, 0, 4)
+    two = tree.publish(text, 4, 8, one)
+    with pytest.raises(AssertionError):
+        tree.index.unpublish(one)
+    tree.index.unpublish(two)
+    tree.index.unpublish(one)
+    assert not tree.index.heads
+    assert not tree.index.ends
+
+
+def test_descendants_come_children_first(tree):
+    text, fork = keys(*"abcdefghijkl"), keys(*"abcdefXY")
+    one = tree.publish(text, 0, 4)
+    two = tree.publish(text, 4, 8, one)
+    three = tree.publish(text, 8, 12, two)
+    side = tree.publish(fork, 4, 8, one)
+    found = tree.index.descendants(one)
+    assert set(found) == {two, three, side}
+    assert found.index(three) < found.index(two)
+    assert tree.index.descendants(three) == []
