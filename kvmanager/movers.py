@@ -12,8 +12,6 @@ One thread drives this. While there is no link, plans wait. Two things may have 
 from __future__ import annotations
 
 import logging
-import os
-import select
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,6 +24,7 @@ from kvmanager.core.node import Node
 from kvmanager.core.plans import CopyPlan
 from kvmanager.errors import KVError, NotReady, PeerUnreachable
 from kvmanager.memory import NodeRegions
+from kvmanager.moverconnection import MoverConnection, MoverProcess
 from kvmanager.moverlink import MoverLink, mover_socket
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import RegionKind, error_from_proto, unpack_u64
@@ -74,62 +73,6 @@ class Pulls(Protocol):
         ...
 
 
-class _Process:
-    """A mover process that said Welcome."""
-
-    def __init__(self, pid: int, incarnation: int) -> None:
-        self.pid = pid
-        self.incarnation = incarnation
-        try:
-            self._pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._pidfd = -1
-
-    def ended(self, timeout_s: float) -> bool:
-        """Whether it is dead, waiting that long for it."""
-        if self._pidfd < 0:
-            return True
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(timeout_s * 1000))
-
-    def close(self) -> None:
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
-
-
-class _Connection:
-    """One connection to a mover. `settled`: all regions are there, or it broke; its thread sets everything."""
-
-    def __init__(self, regions: int, heard: Callable[[pb.MoverEvent], None]) -> None:
-        self._regions = regions
-        self._heard = heard
-        self.link: MoverLink | None = None
-        self.process: _Process | None = None
-        self.addresses: dict[int, int] = {}
-        self.settled = threading.Event()
-        self.broken = threading.Event()
-
-    def event(self, event: pb.MoverEvent) -> None:
-        """Called by the link's thread."""
-        what = event.WhichOneof("what")
-        if what == "welcome":
-            self.process = _Process(event.welcome.pid, event.incarnation)
-        elif what == "region_added":
-            self.addresses[event.region_added.region_id] = event.region_added.base_address
-            if len(self.addresses) == self._regions:
-                self.settled.set()
-        else:
-            self._heard(event)
-
-    def end(self, error: KVError) -> None:
-        """Called by the link's thread, or to wake who waits for it."""
-        _log.warning("the mover's connection ended: %s", error)
-        self.broken.set()
-        self.settled.set()
-
-
 class Mover:
     """Keeps a link to the mover of one device, across breaks and restarts. Thread-safe."""
 
@@ -159,8 +102,8 @@ class Mover:
         self._outstanding: set[int] = set()
         self._info = MoverInfo()
         self._agent: Future[Agent] | None = None
-        self._connection: _Connection | None = None
-        self._process: _Process | None = None  # the thread's own
+        self._connection: MoverConnection | None = None
+        self._process: MoverProcess | None = None  # the thread's own
         self._first = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
@@ -312,10 +255,10 @@ class Mover:
             _log.exception("the mover's thread stops")
             self._on_failure(error)
 
-    def _open(self) -> _Connection | None:
+    def _open(self) -> MoverConnection | None:
         """A new connection, all regions offered; None when nobody listens."""
         wanted = [region for region in self._regions.plan.regions if region.kind is not RegionKind.TIMELINE]
-        connection = _Connection(len(wanted), self._heard)
+        connection = MoverConnection(len(wanted), self._heard)
         with self._lock:
             self._connection = connection
         try:
@@ -329,7 +272,7 @@ class Mover:
             connection.end(NotReady("the daemon is ending"))
         return connection
 
-    def _use(self, connection: _Connection) -> None:
+    def _use(self, connection: MoverConnection) -> None:
         """Serves one connection until it breaks."""
         assert connection.link is not None
         connection.settled.wait()
@@ -341,7 +284,7 @@ class Mover:
         if connection.process is not None and connection.process is not self._process:
             connection.process.close()
 
-    def _adopt(self, connection: _Connection) -> bool:
+    def _adopt(self, connection: MoverConnection) -> bool:
         """Makes the connection's process ours, once its predecessor is dead and the core knows it."""
         process = connection.process
         assert process is not None, "a mover says Welcome first"
@@ -356,7 +299,7 @@ class Mover:
         self._process = process
         return True
 
-    def _publish(self, connection: _Connection) -> None:
+    def _publish(self, connection: MoverConnection) -> None:
         """From now on work goes out on this connection, first what waited for it."""
         assert connection.link is not None
         assert self._process is not None
@@ -382,7 +325,7 @@ class Mover:
         if pending is not None and not pending.done():
             pending.set_exception(NotReady("the mover is restarting; ask again"))
 
-    def _gone(self, process: _Process) -> None:
+    def _gone(self, process: MoverProcess) -> None:
         """The process is dead: the core takes note of it, and of nothing that was meant for it anything is sent."""
         _log.warning("the mover for %s, pid %d, is dead", self.device, process.pid)
         self._post(MoverGone())
