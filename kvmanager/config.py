@@ -97,29 +97,12 @@ def _did_you_mean(name: object, known: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSection:
-    """`[node]`: who the daemon is and whom it lets in.
-
-    `fence` says what happens to an attached client that stays silent for `fence_after_ms`: its
-    memory can't be revoked while it lives, so it is killed, or its pages are held.
-    """
+    """`[node]`: who the daemon is and whom it lets in."""
 
     name: str
     runtime_dir: Path
     device: str = "cpu"
-    suspect_grace_ms: int = 1_000
-    fence: str = "hold"
-    fence_after_ms: int = 30_000
     trust_uids: tuple[int, ...] = dataclasses.field(default_factory=lambda: (os.getuid(),))
-
-    @property
-    def suspect_grace_ns(self) -> int:
-        """Time between a broken stream and the engine's loss of grants."""
-        return self.suspect_grace_ms * MILLISECOND_NS
-
-    @property
-    def fence_after_ns(self) -> int:
-        """Silence after which `fence` applies."""
-        return self.fence_after_ms * MILLISECOND_NS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,14 +150,14 @@ class OffloadSection:
     """`[offload]`: how copies between device and host are cut."""
 
     max_plans_in_flight: int = 8
-    batch_pages: int = 32
+    batch_spans: int = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSection:
     """`[[group]]`: one memory group, either the shards of a DCP engine or a HiSparse decode rank.
 
-    The last five fields hold only for kind "hisparse" (0 in a sharded group).
+    The last four fields hold only for kind "hisparse" (0 in a sharded group).
     """
 
     name: str
@@ -189,7 +172,6 @@ class GroupSection:
     source_ranks: int = 0
     source_interleave: int = 0
     hot_rows: int = 0
-    mirror_batch_pages: int = 0
 
     @property
     def kv_format(self) -> KVFormat:
@@ -316,15 +298,12 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "name": _text,
         "runtime_dir": _directory,
         "device": _device,
-        "suspect_grace_ms": _count(0),
-        "fence": _choice("kill", "hold"),
-        "fence_after_ms": _count(1),
         "trust_uids": _uids,
     },
     LeaseSection: {"ticket_ttl_ms": _count(1), "grace_ms": _count(0)},
     MoverSection: {"staging_bytes": _size, "chunk_bytes": _size, "pull_deadline_ms": _count(1)},
     AdmissionSection: {"overcommit": _factor, "growth_cap_tokens": _count(1)},
-    OffloadSection: {"max_plans_in_flight": _count(1), "batch_pages": _count(1)},
+    OffloadSection: {"max_plans_in_flight": _count(1), "batch_spans": _count(1)},
     GroupSection: {
         "name": _text,
         "kind": _choice("sharded", "hisparse"),
@@ -338,10 +317,9 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "source_ranks": _count(1),
         "source_interleave": _count(1),
         "hot_rows": _count(1),
-        "mirror_batch_pages": _count(1),
     },
 }
-_HISPARSE_KEYS: Final = ("token_order", "source_ranks", "source_interleave", "hot_rows", "mirror_batch_pages")
+_HISPARSE_KEYS: Final = ("token_order", "source_ranks", "source_interleave", "hot_rows")
 
 
 def _table(table: Mapping[str, object], name: str) -> Mapping[str, object]:

@@ -97,10 +97,9 @@ def _hisparse(section: GroupSection, device: tuple[int, ...], host: tuple[int, .
 
 def core_limits(config: NodeConfig) -> Limits:
     """The core's limits as configured."""
-    spans = max(1, config.offload.batch_pages)
     return Limits(
         plans_in_flight=config.offload.max_plans_in_flight,
-        batch_spans=spans,
+        batch_spans=config.offload.batch_spans,
         growth_cap_tokens=config.admission.growth_cap_tokens,
         overcommit=config.admission.overcommit,
         ticket_ttl_ns=config.lease.ticket_ttl_ns,

@@ -113,7 +113,6 @@ token_order = "keep"
 source_ranks = {SOURCE_RANKS}
 source_interleave = 1
 hot_rows = {HOT_ROWS}
-mirror_batch_pages = 8
 """
         for name in DECODE_RANKS
     ]

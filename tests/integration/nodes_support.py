@@ -80,7 +80,6 @@ token_order = "keep"
 source_ranks = {RANKS}
 source_interleave = 1
 hot_rows = 32
-mirror_batch_pages = 8
 """
 
 

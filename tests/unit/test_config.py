@@ -34,7 +34,7 @@ def test_example_loads() -> None:
     config = NodeConfig.from_text(EXAMPLE)
     prefill, decode = config.groups
     assert config.node.trust_uids == (os.getuid(),)
-    assert config.node.fence_after_ns == 30_000_000_000
+    assert config.mover.pull_deadline_ns == 20_000_000_000
     assert prefill.geometry.span_tokens == 128
     assert prefill.unit_bytes == GLM53_TINY.page_bytes(16)
     assert prefill.hbm_units == 4 * MIB // GLM53_TINY.page_bytes(16)
@@ -80,10 +80,8 @@ def _swap(old: str, new: str) -> str:
         (_swap('"/run/kvmanager/node0"', f'"/{"x" * 90}"'), ["runtime_dir", "91 bytes", "80"]),
         (_swap('# device = "cpu"', 'device = "cuda:3" #'), ["device", "'cuda:3'", 'device = "cpu"']),
         (_swap('# device = "cpu"', 'device = "tpu" #'), ["device", "'tpu'", "cpu"]),
-        (_swap('# fence = "hold"', 'fence = "kil" #'), ["fence", "'kil'", "did you mean 'kill'"]),
-        (_swap("# fence_after_ms = 30000", "fence_after_ms = 0"), ["fence_after_ms", "0", "at least 1"]),
-        (_swap("# suspect_grace_ms = 1000", "suspect_grace_ms = true"), ["suspect_grace_ms", "True"]),
-        (_swap("# suspect_grace_ms = 1000", "suspect_grace_ms = 1.5"), ["suspect_grace_ms", "1.5"]),
+        (_swap("# grace_ms = 5000", "grace_ms = true"), ["grace_ms", "True"]),
+        (_swap("# grace_ms = 5000", "grace_ms = 1.5"), ["grace_ms", "1.5"]),
         (_swap("# trust_uids = [1000]", 'trust_uids = ["me"]'), ["trust_uids", "'me'"]),
         (_swap("# trust_uids = [1000]", "trust_uids = []"), ["trust_uids", "[]"]),
         (_swap("# trust_uids = [1000]", "trust_uids = 0"), ["trust_uids", "list"]),
@@ -95,7 +93,7 @@ def _swap(old: str, new: str) -> str:
         (_swap("# overcommit = 1.0", "overcommit = 0.5"), ["overcommit", "0.5", "1.0"]),
         (_swap("# overcommit = 1.0", "overcommit = nan"), ["overcommit", "nan"]),
         (_swap("# growth_cap_tokens = 65536", "growth_cap_tokens = 0"), ["growth_cap_tokens", "0"]),
-        (_swap("# batch_pages = 32", "batch_pages = 0"), ["batch_pages", "0"]),
+        (_swap("# batch_spans = 32", "batch_spans = 0"), ["batch_spans", "0"]),
         (_swap('kind = "sharded"', 'kind = "shared"'), ["kind", "'shared'", "did you mean 'sharded'"]),
         (_swap("glm-5.3-tiny-fp8_ds_mla", "glm-5.3-tiny"), ["format", "'glm-5.3-tiny'", "did you mean"]),
         (_swap("interleave = 1 ", "interleave = 3 "), ["'prefill' interleave", "3", "page_rows = 16"]),
