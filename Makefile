@@ -1,6 +1,6 @@
 # One command each; `make help` lists them. The virtual environment is made once and again when the pins change.
 PYTHON ?= python3
-# For example PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" for a CPU-only torch.
+# Passed to pip, for example an index that has CPU-only builds of torch: PIP_FLAGS="--extra-index-url URL".
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 

@@ -194,11 +194,11 @@ class EngineClient:
         """Sends, waits, and sends once more on a new stream when the first one broke."""
         deadline = time.monotonic() + timeout_s
         broken = self._send(message, deadline)
-        if broken is not None:
-            if not _is_connection_lost(broken.error):
-                raise self._end_of(broken)
+        if broken is not None and _is_connection_lost(broken.error):
             broken = self._send(message, deadline)
         if broken is not None:
+            if not _is_connection_lost(broken.error):
+                self._number -= 1  # refused as a whole: the daemon did not count it
             raise self._end_of(broken)
         with self._changed:
             return self._inbox.replies.pop(message.number)

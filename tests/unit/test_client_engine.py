@@ -274,6 +274,19 @@ def test_a_refused_step_is_not_sent_again(
     assert server.streams == 1
 
 
+def test_a_refused_step_gives_its_number_back(client: EngineClient, server: ScriptedServer) -> None:
+    def refuse(message: pb.StepRequest) -> list[pb.StepReply]:
+        raise Break(grpc.StatusCode.INVALID_ARGUMENT, pb.Error(reason=pb.INVALID_ARGUMENT, message="no"))
+
+    client.step()
+    good, server.script = server.script, refuse
+    with pytest.raises(InvalidArgument):
+        client.step()
+    server.script = good
+    client.step()
+    assert [message.number for message in server.seen] == [1, 2, 2]
+
+
 def test_silence_ends_with_a_typed_error(client: EngineClient, server: ScriptedServer) -> None:
     def script(_: pb.StepRequest) -> list[pb.StepReply]:
         raise Hang
