@@ -197,7 +197,7 @@ class EngineClient:
         if broken is not None and _is_connection_lost(broken.error):
             broken = self._send(message, deadline)
         if broken is not None:
-            if not _is_connection_lost(broken.error):
+            if broken.error is not None and not _is_connection_lost(broken.error):
                 self._number -= 1  # refused as a whole: the daemon did not count it
             raise self._end_of(broken)
         with self._changed:
