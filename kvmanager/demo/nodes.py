@@ -29,7 +29,9 @@ HOT_ROWS: Final = 96
 """Rows of a hot buffer: the union of four tokens' top-k fits."""
 PREFILL_NODE: Final = "prefill-0"
 DECODE_NODE: Final = "decode-0"
-DECODE_RANKS: Final = ("decode-0", "decode-1")
+DECODE_ORDERS: Final = {"decode-0": "keep", "decode-1": "sequential"}
+"""Token order of what arrives: one rank keeps the source's, the other has it permuted."""
+DECODE_RANKS: Final = tuple(DECODE_ORDERS)
 """Memory groups of the decode node; one engine each."""
 PREFILL_GROUP: Final = "prefill"
 START_TIMEOUT_S: Final = 60.0
@@ -109,7 +111,7 @@ ranks = 1
 page_rows = {PAGE_ROWS}
 hbm_bytes_per_rank = {sizes.decode_device_slabs * slab}
 host_bytes_per_rank = {sizes.decode_host_slabs * slab}
-token_order = "keep"
+token_order = "{DECODE_ORDERS[name]}"
 source_ranks = {SOURCE_RANKS}
 source_interleave = 1
 hot_rows = {HOT_ROWS}
