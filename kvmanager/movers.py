@@ -139,6 +139,7 @@ class Mover:
 
     def pull(self, pull: pb.Pull, wanted: Callable[[], bool]) -> None:
         """Sends a pull, likewise, from any thread; unless it is no longer wanted (see `Pulls.mover_gone`)."""
+        self.warm_agent()  # the pull would start it too, but without telling us its name
         self._send(pull, pull.pull_id, wanted)
 
     def _send(self, work: pb.Pull | CopyPlan, work_id: int, wanted: Callable[[], bool]) -> None:
