@@ -189,6 +189,38 @@ def demo(
         raise typer.Exit(EXIT_FAILED)
 
 
+@app.command()
+def replay(
+    file: Annotated[Path | None, typer.Argument(help="Sessions, JSON lines or .xz; default: the bundled ones.")] = None,
+    lanes: Annotated[int, typer.Option(min=1, help="Sessions that run at one time.")] = 64,
+    pool_tokens: Annotated[int, typer.Option(min=1, help="What the cache holds, in tokens.")] = 2_000_000,
+    requests: Annotated[int, typer.Option(min=1, help="Requests to replay; the first quarter is not counted.")] = 8_000,
+    seed: Annotated[int, typer.Option(help="Of the order of sessions and their starts.")] = 42,
+    policy: Annotated[str, typer.Option(help="lru or return-rate.")] = "return-rate",
+    ranks: Annotated[int, typer.Option(min=1, help="DCP ranks: a span is 64 tokens times this.")] = 8,
+    min_peak: Annotated[int, typer.Option(min=0, help="Only sessions with a prompt of so many tokens.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Replay recorded agent sessions on the core in virtual time: what a pool size and a policy are worth."""
+    from kvmanager.replay.cli import render, replay_file
+
+    with _one_line_errors():
+        report = replay_file(
+            file,
+            lanes=lanes,
+            pool_tokens=pool_tokens,
+            requests=requests,
+            seed=seed,
+            policy=policy,
+            ranks=ranks,
+            min_peak=min_peak,
+        )
+    if as_json:
+        _print_json(report.as_dict())
+    else:
+        Console(highlight=False).print(render(report))
+
+
 def main() -> None:
     """Entry point of the `kvmanager` command."""
     app()

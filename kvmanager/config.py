@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from kvmanager.core.eviction import POLICIES
 from kvmanager.errors import ConfigError
 from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
 from kvmanager.layout import FORMATS, KVFormat
@@ -146,6 +147,13 @@ class AdmissionSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionSection:
+    """`[eviction]`: which cached spans go first when room is needed."""
+
+    policy: str = "return-rate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadSection:
     """`[offload]`: how copies between device and host are cut."""
 
@@ -224,6 +232,7 @@ class NodeConfig:
     lease: LeaseSection
     mover: MoverSection
     admission: AdmissionSection
+    eviction: EvictionSection
     offload: OffloadSection
     groups: tuple[GroupSection, ...]
 
@@ -291,6 +300,7 @@ _TABLES: Final[Mapping[str, type[Any]]] = {
     "lease": LeaseSection,
     "mover": MoverSection,
     "admission": AdmissionSection,
+    "eviction": EvictionSection,
     "offload": OffloadSection,
 }
 _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
@@ -303,6 +313,7 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
     LeaseSection: {"ticket_ttl_ms": _count(1), "grace_ms": _count(0)},
     MoverSection: {"staging_bytes": _size, "chunk_bytes": _size, "pull_deadline_ms": _count(1)},
     AdmissionSection: {"overcommit": _factor, "growth_cap_tokens": _count(1)},
+    EvictionSection: {"policy": _choice(*POLICIES)},
     OffloadSection: {"max_plans_in_flight": _count(1), "batch_spans": _count(1)},
     GroupSection: {
         "name": _text,

@@ -29,6 +29,7 @@ from kvmanager.attach import AttachServer, ClientIdentity
 from kvmanager.callers import Callers
 from kvmanager.config import NodeConfig
 from kvmanager.core.events import AbandonTicket, Drain, Effect, Notified, StartPull, SubmitPlan
+from kvmanager.core.eviction import POLICIES
 from kvmanager.core.node import Node
 from kvmanager.deposits import KeeperLink
 from kvmanager.engine_service import MESSAGE_BYTES, EngineService, Gate
@@ -69,7 +70,8 @@ class Daemon:
         limits = core_limits(config)
         self._regions = NodeRegions(plan, keeper)
         # Plan ids are new over all boots, since a mover outlives a daemon.
-        self._node = Node(list(plan.groups), limits, first_plan_id=self._boot_id)
+        policy = POLICIES[config.eviction.policy]
+        self._node = Node(list(plan.groups), limits, first_plan_id=self._boot_id, policy=policy)
         self._over = threading.Event()
         self._failure: BaseException | None = None
         self._state = "starting"

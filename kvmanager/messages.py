@@ -25,6 +25,7 @@ from kvmanager.core.events import (
     Step,
     StepDone,
     TicketInfo,
+    TurnEnded,
 )
 from kvmanager.errors import InvalidArgument
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -94,6 +95,7 @@ def step_event(engine: str, message: pb.StepRequest) -> Step:
         _progress(message.requests),
         tuple(_open(entry) for entry in message.open),
         tuple(_close(entry) for entry in message.close),
+        tuple(_turn_end(entry) for entry in message.turn_ends),
     )
 
 
@@ -146,7 +148,11 @@ def _close(entry: pb.CloseRequest) -> Close:
     closing = _CLOSINGS.get(entry.reason)
     if closing is None:
         raise InvalidArgument(f"close of request {entry.request_id}: reason must be FINISHED or ABORTED")
-    return Close(entry.request_id, closing)
+    return Close(entry.request_id, closing, entry.stop_reason, bool(entry.session_ends))
+
+
+def _turn_end(entry: pb.TurnEnd) -> TurnEnded:
+    return TurnEnded(entry.session_id, entry.stop_reason, bool(entry.session_ends))
 
 
 # -------------------------------------------------------------------------------------- replies

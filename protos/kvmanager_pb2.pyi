@@ -570,9 +570,9 @@ class CloseRequest(_message.Message):
     reason: Global___CloseReason.ValueType
     """what stays in the cache"""
     stop_reason: _builtins.str
-    """why the model stopped, for example "tool_use"; not acted on yet"""
+    """why the model stopped, for example "tool_use"; ends the session's turn; empty: it goes on"""
     session_ends: _builtins.int
-    """flag, 0 or 1; 1: no further request of this session will come; not acted on yet"""
+    """flag, 0 or 1; 1: no further request of this session will come"""
     def __init__(
         self,
         *,
@@ -590,8 +590,38 @@ class CloseRequest(_message.Message):
 Global___CloseRequest: _TypeAlias = CloseRequest  # noqa: Y015
 
 @_typing.final
+class TurnEnd(_message.Message):
+    """A session's turn is over, wherever its last part ran: a hint that ranks pages, unknown sessions are ignored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    SESSION_ENDS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """id of the session, as in SessionHint"""
+    stop_reason: _builtins.str
+    """why the model stopped, for example "tool_use" """
+    session_ends: _builtins.int
+    """flag, 0 or 1; 1: no further request of this session will come"""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        stop_reason: _builtins.str = ...,
+        session_ends: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_ends", b"session_ends", "session_id", b"session_id", "stop_reason", b"stop_reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnEnd: _TypeAlias = TurnEnd  # noqa: Y015
+
+@_typing.final
 class StepRequest(_message.Message):
-    """One numbered message of an engine. Applied in this order: requests, close, open."""
+    """One numbered message of an engine. Applied in this order: requests, close, turn_ends, open."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -603,6 +633,7 @@ class StepRequest(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    TURN_ENDS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """sequence number 1, 2, 3, ... in this epoch; a resend gets the same reply"""
     boot_id: _builtins.int
@@ -627,6 +658,10 @@ class StepRequest(_message.Message):
     def close(self) -> _containers.RepeatedCompositeFieldContainer[Global___CloseRequest]:
         """requests that end"""
 
+    @_builtins.property
+    def turn_ends(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnEnd]:
+        """turns of sessions that ended elsewhere, a decode node for example"""
+
     def __init__(
         self,
         *,
@@ -638,10 +673,11 @@ class StepRequest(_message.Message):
         requests: Global___RequestVector | None = ...,
         open: _abc.Iterable[Global___OpenRequest] | None = ...,
         close: _abc.Iterable[Global___CloseRequest] | None = ...,
+        turn_ends: _abc.Iterable[Global___TurnEnd] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "requests", b"requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "close", b"close", "epoch", b"epoch", "fence", b"fence", "notices_seen", b"notices_seen", "number", b"number", "open", b"open", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "close", b"close", "epoch", b"epoch", "fence", b"fence", "notices_seen", b"notices_seen", "number", b"number", "open", b"open", "requests", b"requests", "turn_ends", b"turn_ends"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

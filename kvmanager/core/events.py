@@ -133,10 +133,21 @@ class Progress:
 
 @dataclass(frozen=True)
 class Close:
-    """A request ends."""
+    """A request ends. With a stop reason its session's turn ends too; without one it goes on until TurnEnded."""
 
     request_id: int
     closing: Closing
+    stop_reason: str = ""
+    session_ends: bool = False
+
+
+@dataclass(frozen=True)
+class TurnEnded:
+    """A session's turn is over, wherever its last part ran; `session_ends`: no further turn will come."""
+
+    session_id: str
+    stop_reason: str
+    session_ends: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +162,7 @@ class Step:
     progress: tuple[Progress, ...] = ()
     opens: tuple[Open, ...] = ()
     closes: tuple[Close, ...] = ()
+    turn_ends: tuple[TurnEnded, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -211,6 +223,15 @@ class Drain:
 
 
 @dataclass(frozen=True)
+class Trim:
+    """Keep at least `free_slabs` of a pool free: the policy's victims go until then, as far as they may."""
+
+    group: str
+    pool: str
+    free_slabs: int
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time passes: leases expire without any new work."""
 
@@ -218,7 +239,7 @@ class Tick:
 Event = (
     RegisterEngine | AttachRank | DetachRank | TimelinesRead | EngineSuspect | EngineResumed | EngineGone | MoverGone
     | Step | PlanEnded
-    | ExportRequestKV | RenewTickets | AcceptTicket | CheckTicket | ReleaseTicket | Drain | Tick
+    | ExportRequestKV | RenewTickets | AcceptTicket | CheckTicket | ReleaseTicket | Drain | Trim | Tick
 )
 
 

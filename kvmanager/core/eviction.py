@@ -2,26 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvmanager.core.spans import SHARED
+
 Int64Array = npt.NDArray[np.int64]
 
 
-class Policy(Protocol):
-    """Ranks candidates: returns a permutation, first victim first."""
+@dataclass(frozen=True)
+class Candidates:
+    """Spans that may go, one entry each.
 
-    def __call__(self, last_used: Int64Array, first_token: Int64Array) -> Int64Array:
-        """`last_used` in ns, `first_token` as a measure of depth; both one entry a candidate."""
+    last_used: ns (int64). first_token: depth in tokens (int64). owner: session number, NO_OWNER or SHARED (int32).
+    dead: abandoned by its session (bool). rate: expected returns of its session per second of memory held
+    (float64; 0 without a session).
+    """
+
+    last_used: Int64Array
+    first_token: Int64Array
+    owner: npt.NDArray[np.int32]
+    dead: npt.NDArray[np.bool_]
+    rate: npt.NDArray[np.float64]
+
+
+class Policy(Protocol):
+    """Ranks candidates. Must name every span after all candidates below it."""
+
+    def __call__(self, candidates: Candidates) -> Int64Array:
+        """A permutation of the candidates, first victim first."""
         ...
 
 
-def leaf_first_lru(last_used: Int64Array, first_token: Int64Array) -> Int64Array:
+def leaf_first_lru(candidates: Candidates) -> Int64Array:
     """Least recently used first, deepest first among equals.
 
     A match touches a whole path, so a parent is never older than its child: this order names every child
     before its parent.
     """
-    return np.lexsort((-first_token, last_used))
+    return np.lexsort((-candidates.first_token, candidates.last_used))
+
+
+def return_rate(candidates: Candidates) -> Int64Array:
+    """Dead branches, then sessions by what their memory pays, then what is shared.
+
+    Of a session the deepest spans go first; what several sessions share, or none claims, goes last and least
+    recently used first. A parent is shared when its child is, and dead only with its child, so children come first.
+    """
+    claimed = (candidates.owner >= 0) & ~candidates.dead
+    tier = np.where(candidates.dead, 0, np.where(claimed, 1, 2))
+    rate = np.where(claimed, candidates.rate, 0.0)
+    # Within a session depth decides; elsewhere recency, then depth.
+    second = np.where(claimed, candidates.owner.astype(np.int64), candidates.last_used)
+    return np.lexsort((-candidates.first_token, second, rate, tier))
+
+
+POLICIES: Final[Mapping[str, Policy]] = MappingProxyType({"lru": leaf_first_lru, "return-rate": return_rate})
+
+
+def joint_owner(owner: npt.NDArray[np.int32], session: int) -> npt.NDArray[np.int32]:
+    """Owners of spans after `session` used them too: its own, or SHARED with whoever had them."""
+    mine = (owner == session) | (owner == -1)
+    return np.where(mine, np.int32(session), np.int32(SHARED))

@@ -11,6 +11,7 @@ from kvmanager.allocators.fixed import PageArray
 from kvmanager.core.eviction import Policy, leaf_first_lru
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.prefix import PrefixIndex
+from kvmanager.core.return_rate import SessionBook
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, CopyState, SpanTable
 from kvmanager.core.spec import ChainSpec, GroupSpec, PageClass, Placement
 
@@ -114,6 +115,7 @@ class Group:
     `writeback`: by chain, spans whose host copy is wanted, oldest first; entries may be out of date.
     `blocked`: chains whose host pool had no room; their write-back waits until something may have been freed.
     `deficit_slabs`: device slabs that a refused request lacked; running sparse requests release towards it.
+    `sessions`: what is known of the sessions whose requests came here.
     """
 
     def __init__(self, spec: GroupSpec, policy: Policy = leaf_first_lru) -> None:
@@ -127,6 +129,7 @@ class Group:
         self.writeback: list[deque[int]] = []
         self.blocked: set[int] = set()
         self.deficit_slabs = 0
+        self.sessions = SessionBook()
         self.set_key_bytes(16)
 
     def set_key_bytes(self, key_bytes: int) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvmanager.core.events import Opened
 from kvmanager.core.request import Phase, Request
+from kvmanager.core.sessions import leave_session
 from kvmanager.core.spans import DEVICE, NO_SPAN
 from kvmanager.core.state import State
 from kvmanager.errors import KVError
@@ -37,6 +38,7 @@ def refuse_waiting(state: State, request: Request, error: KVError) -> None:
 def drop_request(state: State, request: Request) -> None:
     """Gives back all that a request holds, at once: no work of its engine may touch its pages any more."""
     group = state.groups[request.group]
+    leave_session(state, request)
     for pool, slabs in request.promised.items():
         group.pools[pool].promised_slabs -= slabs
     request.promised = {}

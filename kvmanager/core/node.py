@@ -28,9 +28,12 @@ from kvmanager.core.events import (
     Step,
     Tick,
     TimelinesRead,
+    Trim,
 )
+from kvmanager.core.eviction import Policy, leaf_first_lru
 from kvmanager.core.fences import resolve_fences
 from kvmanager.core.group import Group
+from kvmanager.core.sessions import sweep
 from kvmanager.core.spans import HOST
 from kvmanager.core.spec import GroupSpec, Limits
 from kvmanager.core.state import CopyJob, State
@@ -46,9 +49,11 @@ class Node:
     is our own mistake and must stop the daemon.
     """
 
-    def __init__(self, groups: list[GroupSpec], limits: Limits, first_plan_id: int = 1) -> None:
-        """`first_plan_id`: above every id of earlier boots, since movers outlive a daemon."""
-        self.state = State([Group(spec) for spec in groups], limits)
+    def __init__(
+        self, groups: list[GroupSpec], limits: Limits, first_plan_id: int = 1, policy: Policy = leaf_first_lru
+    ) -> None:
+        """`first_plan_id`: above every id of earlier boots, since movers outlive a daemon. `policy`: who goes first."""
+        self.state = State([Group(spec, policy) for spec in groups], limits)
         self.state.next_plan = first_plan_id
 
     def apply(self, event: Event, now: int) -> list[Effect]:
@@ -121,12 +126,20 @@ class Node:
             case Drain():
                 for engine in self.state.engines.values():
                     self.state.notify(engine, draining=event.why)
+            case Trim():
+                pool = self.state.groups[event.group].pools[event.pool]
+                self.state.reclaimers[event.group].trim(pool, event.free_slabs)
             case Tick():
-                tickets.expire(self.state)
-                for group in self.state.groups.values():
-                    group.unblock()
+                self._tick()
             case _:
                 raise AssertionError(f"unhandled event {event!r}")
+
+    def _tick(self) -> None:
+        """Time passes: what is over ends without any new work."""
+        tickets.expire(self.state)
+        sweep(self.state)
+        for group in self.state.groups.values():
+            group.unblock()
 
     def _timelines(self, event: TimelinesRead) -> None:
         known = self.state.timelines

@@ -15,6 +15,7 @@ from kvmanager.core.prefix import Match
 from kvmanager.core.pulling import start_pull
 from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.residency import first_resident, take_hot
+from kvmanager.core.sessions import begin_turn
 from kvmanager.core.spans import DEVICE, HOST, NO_SPAN, CopyState
 from kvmanager.core.state import Engine, State
 from kvmanager.errors import CapacityError, InvalidArgument, PoolExhausted
@@ -44,6 +45,7 @@ def open_request(state: State, engine: Engine, event: Open) -> Opened:
     state.counters["request"] += 1
     request, shapes = _admit(state, engine, group, event)
     _reuse(state, group, request, shapes)
+    begin_turn(state, group, request)
     _count_hit(state, event, request, shapes)
     if event.ticket is not None:
         start_pull(state, engine, event)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmanager.allocators.fixed import PageArray
+from kvmanager.core.eviction import Candidates
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import Pool
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
@@ -74,12 +75,38 @@ def reclaimable_slabs(group: Group, pool: Pool) -> int:
     return total
 
 
+def children_first(
+    order: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], parent: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int64]:
+    """The order, changed as little as needed so that no candidate comes before one below it.
+
+    `order`: permutation of `rows`; `parent`: of every span. Policies rank by session, and sessions may meet on a
+    path in ways that their labels don't show; then a parent waits for its child.
+    """
+    place = np.empty(len(rows))
+    place[order] = np.arange(len(rows))
+    where = np.full(len(parent) + 1, -1)
+    where[rows] = np.arange(len(rows))
+    above = where[parent[rows]]  # NO_SPAN reads the last entry: none
+    below = np.flatnonzero(above >= 0)
+    moved = False
+    while True:
+        early = below[place[above[below]] < place[below]]
+        if len(early) == 0:
+            break
+        moved = True
+        np.maximum.at(place, above[early], place[early] + 0.5 / len(rows))
+    return np.argsort(place, kind="stable") if moved else order
+
+
 class Reclaimer:
     """Frees pages for a want, counting what it forgets."""
 
-    def __init__(self, group: Group, counters: dict[str, int]) -> None:
+    def __init__(self, group: Group, counters: dict[str, int], now: Callable[[], int]) -> None:
+        """`now`: the time of the event being handled, ns."""
         self._group = group
         self._counters = counters
+        self._now = now
 
     def take(self, pool: Pool, page_class: str, count: int) -> PageArray | None:
         """`count` reserved pages, reclaiming as needed; None when even that is not enough."""
@@ -102,10 +129,28 @@ class Reclaimer:
                 return True
         return any(self._evict_leaves(chain, pool, fits) for chain in self._group.chains)
 
+    def trim(self, pool: Pool, free_slabs: int) -> None:
+        """Frees until `free_slabs` slabs are free, or nothing more may go."""
+
+        def fits() -> bool:
+            return pool.free_slabs >= free_slabs
+
+        if fits():
+            return
+        for chain in self._group.chains:
+            if self._drop_clean(chain, pool, fits) or self._evict_leaves(chain, pool, fits):
+                return
+
     def _ordered(self, chain: Chain, rows: BoolArray) -> list[int]:
-        candidates = np.flatnonzero(rows)
-        order = self._group.policy(chain.table.last_used[candidates], chain.table.first_token[candidates])
-        return [int(row) for row in candidates[order]]
+        """The rows as the policy ranks them, first victim first."""
+        index, table = np.flatnonzero(rows), chain.table
+        owner = table.owner[index]
+        numbers, which = np.unique(owner, return_inverse=True)
+        rate = self._group.sessions.indexes(numbers, self._now())[which.reshape(-1)]
+        candidates = Candidates(table.last_used[index], table.first_token[index], owner, table.dead[index], rate)
+        order = children_first(self._group.policy(candidates), index, table.parent)
+        ranked: list[int] = index[order].tolist()
+        return ranked
 
     def _drop_clean(self, chain: Chain, pool: Pool, fits: Fits) -> bool:
         for page_class, tier in _in_pool(chain, pool):

@@ -11,7 +11,7 @@ import numpy as np
 from kvmanager.core.events import SpanRunTable
 from kvmanager.core.group import Chain
 from kvmanager.core.plans import CopyPlan
-from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
+from kvmanager.core.spans import DEVICE, HOST, NO_OWNER, NO_PAGE, NO_SPAN, CopyState
 from kvmanager.geometry import Int64Array
 
 
@@ -92,7 +92,8 @@ class Request:
     promised: pool -> slabs promised and not taken. waiting_on: plan ids. dirty: (chain, ordinal) of spans
     whose residency the worker has not been told. hot: hot-buffer pages. worker_plans: copies the worker runs before
     its first write. donors: (chain, row) that they read, one pin each until the first commit's fence.
-    ranks_lost: how many ranks its engine had lost when it was opened.
+    ranks_lost: how many ranks its engine had lost when it was opened. owner: number of its session, NO_OWNER
+    without one. stop_reason, session_ends: as its close said.
     """
 
     engine: str
@@ -117,6 +118,9 @@ class Request:
     worker_plans: tuple[CopyPlan, ...] = ()
     donors: list[tuple[int, int]] = field(default_factory=list)
     ranks_lost: int = 0
+    owner: int = NO_OWNER
+    stop_reason: str = ""
+    session_ends: bool = False
 
     @property
     def most_tokens(self) -> int:

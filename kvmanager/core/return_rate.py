@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,14 @@ Float64Array = npt.NDArray[np.float64]
 BIN_EDGES_S = tuple(0.5 * 2 ** (k / 2) for k in range(32))
 """Upper edges of the gap bins, half an octave each, 0.5 s to 6.4 h; one more bin is for longer gaps and no return."""
 PREVIOUS_GAP_CUTS_S = (6.0, 12.0, 30.0, 90.0)
+TURN_WEIGHT = 0.02
+"""Weight of the newest turn in the mean length of turns."""
 GIVEN_UP_AFTER_S = 600.0
 """A session that lost all its memory and stayed away this long counts as one that never came back."""
+
+_WIDTHS_S = np.diff(np.concatenate(([0.0], BIN_EDGES_S)))
+ANY_REASON = "*"
+"""Stands for all stop reasons together: what is known of a turn that is still open."""
 
 ClassKey = tuple[str, int]
 """(stop reason of the last turn, bin of the gap before it; -1: it was the first)."""
@@ -50,40 +57,50 @@ class GapHistogram:
     def index(self, idle_s: float) -> float:
         """Returns per second of memory held, under the best waiting time, after `idle_s` of idleness."""
         if self._table is None:
-            self._table = _index_table(self._counts)
+            self._table = np.array([_best_bet(self._counts, start, 0.0) for start in range(len(self._counts))])
         return float(self._table[bisect_right(BIN_EDGES_S, idle_s)])
 
+    def index_ahead(self, busy_s: float) -> float:
+        """The same for a session that will be busy for `busy_s` more: its memory is held through that too."""
+        return _best_bet(self._counts, 0, busy_s)
 
-def _index_table(counts: Float64Array) -> Float64Array:
-    """The index for an idle time in each bin, float64[bins + 1]; 0 once every known gap has passed."""
-    widths = np.diff(np.concatenate(([0.0], BIN_EDGES_S)))
-    table = np.zeros(len(counts))
-    tails = np.cumsum(counts[::-1])[::-1]
-    for start in range(len(widths)):
-        back = np.cumsum(counts[start:-1])
-        # Those still away at a bin's beginning hold their memory through it; returns come in its middle on average.
-        alive = tails[start:-1] - counts[start:-1] / 2
-        held = np.cumsum(alive * widths[start:])
-        table[start] = float((back / held).max())
-    return table
+
+def _best_bet(counts: Float64Array, start: int, lead_s: float) -> float:
+    """The index for an idle time in bin `start`, with `lead_s` held in any case; 0 once every known gap has passed."""
+    if start == len(_WIDTHS_S):
+        return 0.0
+    away = counts[start:].sum() - np.concatenate(([0.0], np.cumsum(counts[start:-2])))
+    # Those still away at a bin's beginning hold their memory through it; returns come in its middle on average.
+    held = counts[start:].sum() * lead_s + np.cumsum((away - counts[start:-1] / 2) * _WIDTHS_S[start:])
+    return float((np.cumsum(counts[start:-1]) / held).max())
 
 
 @dataclass
 class SessionRecord:
     """What is known of one session.
 
-    running: requests open now. idle_since_ns: end of its last request. previous_gap_s: the gap before that
-    request, None for the first. rows, uids: the spans of its newest path, for telling a fork.
+    open_requests: requests that hold pages now. turn_open: no word yet why the newest turn stopped.
+    opened_ns: when that turn began. left_ns: when its last request gave its pages back.
+    idle_since_ns, key: end and class of the last turn that ended.
+    previous_gap_s: the gap before the newest turn, None for the first. paths: chain -> (rows, uids) of the spans of
+    its newest request, for telling a fork.
     """
 
     number: int
-    running: int = 0
+    open_requests: int = 0
+    turn_open: bool = False
+    opened_ns: int = 0
+    left_ns: int = 0
     idle_since_ns: int = 0
     key: ClassKey | None = None
     previous_gap_s: float | None = None
     ended: bool = False
-    rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    uids: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    paths: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]] = field(default_factory=dict)
+
+    def class_of(self, stop_reason: str) -> ClassKey:
+        """The class of a turn that stopped for this reason."""
+        gap = self.previous_gap_s
+        return stop_reason, -1 if gap is None else bisect_right(PREVIOUS_GAP_CUTS_S, gap)
 
 
 class SessionBook:
@@ -94,6 +111,7 @@ class SessionBook:
         self._by_number: dict[int, SessionRecord] = {}
         self._histograms: dict[ClassKey, GapHistogram] = {}
         self._next = 0
+        self._turn_s = 0.0  # mean length of a turn, of late
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -103,54 +121,81 @@ class SessionBook:
         return self._sessions.get(session_id)
 
     def opened(self, session_id: str, now_ns: int) -> SessionRecord:
-        """A request of the session begins; its gap is learned."""
+        """A request of the session begins; the gap before it is learned.
+
+        A turn of which nobody said why it stopped ended when its last request left.
+        """
         record = self._sessions.get(session_id)
         if record is None:
             record = SessionRecord(self._next)
             self._next += 1
             self._sessions[session_id] = record
             self._by_number[record.number] = record
-        if record.running == 0 and record.key is not None:
+        if record.turn_open and record.open_requests == 0:
+            self._end(record, "", record.left_ns)
+        if not record.turn_open and record.key is not None:
             gap_s = (now_ns - record.idle_since_ns) / SECOND_NS
-            self._histogram(record.key).returned(gap_s)
+            for key in (record.key, (ANY_REASON, record.key[1])):
+                self._histogram(key).returned(gap_s)
             record.previous_gap_s = gap_s
-        record.running += 1
+        if not record.turn_open:
+            record.opened_ns = now_ns
+        record.open_requests += 1
+        record.turn_open = True
         record.ended = False
         return record
 
-    def closed(self, session_id: str, stop_reason: str, now_ns: int) -> SessionRecord:
-        """A request of the session ends; the idle time begins when none is running."""
-        record = self._sessions[session_id]
-        record.running -= 1
-        assert record.running >= 0
-        record.idle_since_ns = now_ns
-        gap = record.previous_gap_s
-        record.key = (stop_reason, -1 if gap is None else bisect_right(PREVIOUS_GAP_CUTS_S, gap))
-        return record
+    def left(self, record: SessionRecord, now_ns: int) -> None:
+        """A request of the session gave its pages back; its turn may go on elsewhere."""
+        record.open_requests -= 1
+        assert record.open_requests >= 0
+        record.left_ns = now_ns
 
-    def forget(self, session_id: str, now_ns: int) -> None:
-        """The session holds nothing any more: one that stayed away long is learned as never returned."""
-        record = self._sessions[session_id]
-        if record.running or (now_ns - record.idle_since_ns) / SECOND_NS < GIVEN_UP_AFTER_S:
-            return
-        if record.key is not None and not record.ended:
-            self._histogram(record.key).never_returned()
-        del self._sessions[session_id]
-        del self._by_number[record.number]
+    def turn_ended(self, record: SessionRecord, stop_reason: str, now_ns: int) -> None:
+        """The session's newest turn is over: it is idle from now on. Saying so twice changes nothing."""
+        if record.turn_open:
+            self._end(record, stop_reason, now_ns)
 
-    def indexes(self, numbers: npt.NDArray[np.int64], now_ns: int) -> Float64Array:
-        """The index of each session number, float64; a running session's is that of zero idleness."""
-        values = np.empty(len(numbers))
+    def _end(self, record: SessionRecord, stop_reason: str, at_ns: int) -> None:
+        self._turn_s += TURN_WEIGHT * ((at_ns - record.opened_ns) / SECOND_NS - self._turn_s)
+        record.turn_open = False
+        record.idle_since_ns = at_ns
+        record.key = record.class_of(stop_reason)
+
+    def forget_idle(self, holding: set[int], now_ns: int) -> None:
+        """Forgets sessions whose numbers are not in `holding` and that ended or stayed away for long.
+
+        The latter are learned as never returned.
+        """
+        for session_id, record in list(self._sessions.items()):
+            away_s = (now_ns - max(record.left_ns, record.idle_since_ns)) / SECOND_NS
+            if record.number in holding or record.open_requests or (away_s < GIVEN_UP_AFTER_S and not record.ended):
+                continue
+            if record.key is not None and not record.ended:
+                for key in (record.key, (ANY_REASON, record.key[1])):
+                    self._histogram(key).never_returned()
+            del self._sessions[session_id]
+            del self._by_number[record.number]
+
+    def indexes(self, numbers: npt.NDArray[np.signedinteger[Any]], now_ns: int) -> Float64Array:
+        """The index of each session number, float64; 0 for numbers of no session."""
+        values = np.zeros(len(numbers))
         for place, number in enumerate(numbers.tolist()):
             record = self._by_number.get(number)
-            values[place] = 0.0 if record is None else self._index(record, now_ns)
+            if record is not None:
+                values[place] = self._index(record, now_ns)
         return values
 
     def _index(self, record: SessionRecord, now_ns: int) -> float:
-        if record.key is None:
-            return self._histogram(("", -1)).index(0.0)
-        idle_s = 0.0 if record.running else (now_ns - record.idle_since_ns) / SECOND_NS
-        return self._histogram(record.key).index(idle_s)
+        if record.turn_open:
+            # Why it will stop is not known yet. Past the usual length it counts as idle: perhaps nobody says.
+            left_s = self._turn_s - (now_ns - record.opened_ns) / SECOND_NS
+            histogram = self._histogram(record.class_of(ANY_REASON))
+            if left_s > 0 or record.open_requests:
+                return histogram.index_ahead(max(left_s, 0.0))
+            return histogram.index(-left_s)
+        assert record.key is not None
+        return self._histogram(record.key).index((now_ns - record.idle_since_ns) / SECOND_NS)
 
     def _histogram(self, key: ClassKey) -> GapHistogram:
         return self._histograms.setdefault(key, GapHistogram())

@@ -17,6 +17,7 @@ from kvmanager.geometry import TokenOrder
 
 NO_SPAN = -1
 NO_PAGE = -1
+NO_OWNER, SHARED = -1, -2
 DEVICE, HOST = 0, 1
 
 
@@ -39,6 +40,8 @@ class SpanTable:
     pins: requests, tickets and donors that hold it (int32); who they are is theirs to know
     busy: plans in flight that read or write its pages (int32)
     namespace: whose keys these are (int32)
+    owner: number of the one session that used it, NO_OWNER, or SHARED by several (int32)
+    dead: its session went on without it, or ended: it goes first (bool)
     last_used: ns; a parent's is never older than its published child's (int64)
     published: findable through the index (bool)
     copies[class, tier]: CopyState (uint8)
@@ -61,6 +64,8 @@ class SpanTable:
         self.busy = np.zeros(0, np.int32)
         self.last_used = np.zeros(0, np.int64)
         self.namespace = np.zeros(0, np.int32)
+        self.owner = np.zeros(0, np.int32)
+        self.dead = np.zeros(0, bool)
         self.published = np.zeros(0, bool)
         self.copies = np.zeros((classes, 2, 0), np.uint8)
         self.pages = np.zeros((classes, 2, 0, widest), np.int64)
@@ -74,7 +79,7 @@ class SpanTable:
         old = len(self.live)
         for name in (
             "live", "parent", "children", "first_token", "segments", "interleave", "valid", "pins", "busy",
-            "last_used", "namespace", "published",
+            "last_used", "namespace", "owner", "dead", "published",
         ):
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros(rows, array.dtype))))
@@ -85,7 +90,9 @@ class SpanTable:
         self.keys.extend([b""] * rows)
         self._unused.extend(range(old + rows - 1, old - 1, -1))
 
-    def add(self, first_token: int, order: TokenOrder, now: int, namespace: int = 0) -> int:
+    def add(
+        self, first_token: int, order: TokenOrder, now: int, namespace: int = 0, owner: int = NO_OWNER
+    ) -> int:
         """A new span with new uids, without pages, keys or pins; returns its row."""
         if not self._unused:
             self._grow(len(self.live))
@@ -101,6 +108,8 @@ class SpanTable:
         self.busy[row] = 0
         self.last_used[row] = now
         self.namespace[row] = namespace
+        self.owner[row] = owner
+        self.dead[row] = False
         self.published[row] = False
         self.copies[:, :, row] = CopyState.ABSENT
         self.pages[:, :, row] = NO_PAGE

@@ -127,7 +127,9 @@ class State:
         self.limits = limits
         self.groups = {group.spec.name: group for group in groups}
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self.reclaimers = {name: Reclaimer(group, self.counters) for name, group in self.groups.items()}
+        self.reclaimers = {
+            name: Reclaimer(group, self.counters, lambda: self.now) for name, group in self.groups.items()
+        }
         self.engines: dict[str, Engine] = {}
         self.retired: dict[tuple[str, int], Engine] = {}  # replaced or suspect epochs whose processes may still live
         self.timelines: dict[int, int] = {}

@@ -24,6 +24,7 @@ from kvmanager.core.opening import open_request
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.residency import release_under_pressure, residency_rows
+from kvmanager.core.sessions import end_turn
 from kvmanager.core.spans import DEVICE, CopyState
 from kvmanager.core.state import Engine, FenceEntry, State
 from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, PoolExhausted
@@ -90,6 +91,8 @@ def _apply(state: State, engine: Engine, event: Step) -> StepDone:
             _close(state, engine, entry, close)
         except KVError as error:
             errors.append(RequestFailed(close.request_id, error))
+    for turn in event.turn_ends:
+        end_turn(state, group, engine.namespace, turn)
     if not entry.empty:
         engine.fences.append(entry)
     resolve_fences(state, engine)
@@ -227,7 +230,7 @@ def _grow(state: State, group: Group, request: Request, part: RequestChain, capa
                     retry_after_ns=state.limits.retry_after_ns,
                 )
             taken.append((c, pages))
-        row = chain.table.add(first, order, state.now, request.namespace)
+        row = chain.table.add(first, order, state.now, request.namespace, request.owner)
         chain.table.pin([row])
         for c, pages in taken:
             chain.put(c, DEVICE, row, pages)
@@ -249,6 +252,7 @@ def _close(state: State, engine: Engine, entry: FenceEntry, close: Close) -> Non
     if request.phase is Phase.CLOSING:
         raise InvalidArgument(f"request {close.request_id} is closing already")
     assert close.closing in Closing
+    request.stop_reason, request.session_ends = close.stop_reason, close.session_ends
     if request.phase is Phase.WAITING:
         # Its engine was told of no page yet, so nothing of it can be in use; copies in flight keep theirs.
         drop_request(state, request)

@@ -192,7 +192,9 @@ class SimEngine:
         for request in self.requests.values():
             finished = not request.waiting and request.done >= request.prompt + request.growth
             if self.draw.random() < (0.5 if finished else 0.06):
-                found.append(Close(request.request_id, self.draw.choice(list(Closing))))
+                stopped = self.draw.choice(("", "tool_use", "end_turn"))
+                ends = self.draw.random() < 0.05
+                found.append(Close(request.request_id, self.draw.choice(list(Closing)), stopped, ends))
         return found
 
     def _opens(self) -> list[tuple[Open, SimRequest]]:
@@ -220,7 +222,7 @@ class SimEngine:
         tables = [ChainTable(chain, group) for chain in self.spec.chains]
         request = SimRequest(request_id, text, self.namespace, prompt, growth, tables)
         keys = text.keys(0, prompt // PAGE_ROWS)
-        return Open(request_id, prompt, growth, keys, f"s{id(text) % 7}", ticket), request
+        return Open(request_id, prompt, growth, keys, f"s{self.draw.randrange(7)}", ticket), request
 
     def _text(self) -> Text:
         """A session's next turn, a fork of one, or a new one."""

@@ -25,6 +25,7 @@ from kvmanager.core.events import (
     SubmitPlan,
     Tick,
 )
+from kvmanager.core.eviction import Policy, leaf_first_lru
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.node import Node
 from kvmanager.core.plans import CopyPlan, Purpose, Rows, StridedCopies, copy_rows
@@ -93,6 +94,7 @@ class World:
     sizes: dict[int, int]
     limits: Limits
     draw: random.Random
+    policy: Policy = leaf_first_lru
     now: int = 0
     happened: Counter[str] = field(default_factory=Counter)
     story: deque[str] = field(default_factory=lambda: deque(maxlen=40))
@@ -100,7 +102,7 @@ class World:
     outcomes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.node = Node(self.specs, self.limits)
+        self.node = Node(self.specs, self.limits, policy=self.policy)
         self.memory = Memory(self.sizes)
         self.flights: dict[int, Flight] = {}
         self.late: list[Flight] = []  # reported as of unknown fate; their bytes may still arrive

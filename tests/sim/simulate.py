@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvmanager.core.events import CopyOutcome, RenewTickets, Tick
+from kvmanager.core.eviction import POLICIES, Policy
 from kvmanager.core.spec import GroupSpec
 from kvmanager.geometry import SEQUENTIAL
 from tests.sim.content import Text
@@ -31,6 +32,11 @@ MORE = {"handoff": {"export": 20, "pull": 40}}
 PLAN_ENDS = [CopyOutcome.DONE] * 17 + [CopyOutcome.FAILED, CopyOutcome.CANCELLED, CopyOutcome.UNKNOWN_FATE]
 
 
+def policy_of(seed: int) -> Policy:
+    """Every second history ranks by return rate."""
+    return POLICIES["return-rate" if seed % 2 else "lru"]
+
+
 class Simulation:
     """One world with its engines."""
 
@@ -40,7 +46,7 @@ class Simulation:
         self.actions = {**ACTIONS, **MORE.get(kind, {})}
         regions = Regions({})
         specs = KINDS[kind](regions, self.draw)
-        self.world = World(specs, regions.sizes, LIMITS, self.draw)
+        self.world = World(specs, regions.sizes, LIMITS, self.draw, policy_of(seed))
         self.texts: list[Text] = []
         self.tickets: deque = deque(maxlen=6)
         self.engines = {spec.name: self._new_engine(spec.name) for spec in specs}

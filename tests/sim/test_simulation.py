@@ -7,7 +7,7 @@ import pytest
 
 from kvmanager.core.node import Node
 from tests.sim.harness import fingerprint
-from tests.sim.simulate import KINDS, Simulation, simulate
+from tests.sim.simulate import KINDS, Simulation, policy_of, simulate
 from tests.sim.worlds import LIMITS, Regions
 
 SHORT = [("sharded", seed, 250) for seed in range(7)]
@@ -32,7 +32,7 @@ def test_the_short_histories_reach_what_they_are_for() -> None:
     """A simulator that stopped opening, onboarding or failing would find nothing: these must happen."""
     happened: Counter[str] = Counter()
     counters: Counter[str] = Counter()
-    for kind, seeds in (("sharded", range(100, 106)), ("handoff", range(100, 104))):
+    for kind, seeds in (("sharded", range(100, 106)), ("handoff", range(100, 110))):
         for seed in seeds:
             report = simulate(kind, seed, 250)
             happened += report.happened
@@ -51,6 +51,6 @@ def test_same_events_same_effects(kind: str) -> None:
     simulation.run(150)
     world = simulation.world
     specs = KINDS[kind](Regions({}), random.Random(f"{kind}/3"))
-    node = Node(specs, LIMITS)
+    node = Node(specs, LIMITS, policy=policy_of(3))
     again = [fingerprint(node.apply(event, now)) for event, now in world.recorded]
     assert again == world.outcomes

@@ -275,7 +275,7 @@ def test_a_refused_step_is_not_sent_again(
 
 
 def test_a_refused_step_gives_its_number_back(client: EngineClient, server: ScriptedServer) -> None:
-    def refuse(message: pb.StepRequest) -> list[pb.StepReply]:
+    def refuse(_: pb.StepRequest) -> list[pb.StepReply]:
         raise Break(grpc.StatusCode.INVALID_ARGUMENT, pb.Error(reason=pb.INVALID_ARGUMENT, message="no"))
 
     client.step()

@@ -148,7 +148,7 @@ def _text_files() -> Iterator[Path]:
             continue
         if parts[0] == "kvmanager" and parts[1] in LINKED:
             continue
-        if path.suffix in {".gz", ".pyc", ".so"}:
+        if path.suffix in {".gz", ".xz", ".pyc", ".so"}:
             continue
         yield path
 

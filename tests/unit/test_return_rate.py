@@ -45,50 +45,78 @@ def test_index_is_the_best_bet(gaps: list[float], never: int, idle_s: float) -> 
     assert histogram.index(idle_s) == pytest.approx(_brute_force(gaps, never, idle_s))
 
 
+def _turn(book: SessionBook, session: str, start_ns: int, end_ns: int, stop_reason: str) -> int:
+    """One whole turn; the session's number."""
+    record = book.opened(session, start_ns)
+    book.left(record, end_ns)
+    book.turn_ended(record, stop_reason, end_ns)
+    return record.number
+
+
+def _index(book: SessionBook, number: int, now_ns: int) -> float:
+    return float(book.indexes(np.array([number]), now_ns)[0])
+
+
 def test_sessions_that_return_sooner_rank_higher() -> None:
     book = SessionBook()
     for turn in range(30):
         for kind, gap_s, stop in (("tool", 5, "tool_use"), ("user", 400, "end_turn")):
             session, at = f"{kind}-{turn}", (turn + 1) * 1_000 * SECOND_NS
-            book.opened(session, at - 1)
-            book.closed(session, stop, at)
-            book.opened(session, at + gap_s * SECOND_NS)
-            book.closed(session, stop, at + gap_s * SECOND_NS)
+            _turn(book, session, at - 1, at, stop)
+            _turn(book, session, at + gap_s * SECOND_NS, at + gap_s * SECOND_NS, stop)
     now = 40_000 * SECOND_NS
-    numbers = []
-    for session, stop in (("a", "tool_use"), ("b", "end_turn")):
-        book.opened(session, now)
-        numbers.append(book.closed(session, stop, now).number)
-    soon = book.indexes(np.array(numbers), now + SECOND_NS)
-    assert soon[0] > soon[1]
+    tool, user = (_turn(book, name, now, now, stop) for name, stop in (("a", "tool_use"), ("b", "end_turn")))
+    assert _index(book, tool, now + SECOND_NS) > _index(book, user, now + SECOND_NS)
     # A tool call that has not returned for minutes is no longer the better bet.
-    late = book.indexes(np.array(numbers), now + 200 * SECOND_NS)
-    assert late[0] < late[1]
+    late = now + 200 * SECOND_NS
+    assert _index(book, tool, late) < _index(book, user, late)
 
 
 def test_a_session_that_stays_away_is_learned_and_forgotten() -> None:
     book = SessionBook()
-    book.opened("s", 0)
-    number = book.closed("s", "end_turn", SECOND_NS).number
-    book.forget("s", 2 * SECOND_NS)
+    number = _turn(book, "s", 0, SECOND_NS, "end_turn")
+    book.forget_idle(set(), 2 * SECOND_NS)
     assert book.record("s") is not None
-    before = book.indexes(np.array([number]), 2 * SECOND_NS)[0]
-    book.forget("s", int((GIVEN_UP_AFTER_S + 2) * SECOND_NS))
+    before = _index(book, number, 2 * SECOND_NS)
+    late = int((GIVEN_UP_AFTER_S + 2) * SECOND_NS)
+    book.forget_idle({number}, late)
+    assert book.record("s") is not None
+    book.forget_idle(set(), late)
     assert book.record("s") is None
-    book.opened("t", 0)
-    after = book.closed("t", "end_turn", SECOND_NS).number
-    assert book.indexes(np.array([after]), 2 * SECOND_NS)[0] < before
+    assert _index(book, number, late) == 0.0
+    after = _turn(book, "t", 0, SECOND_NS, "end_turn")
+    assert _index(book, after, 2 * SECOND_NS) < before
 
 
-def test_parallel_requests_of_one_session_are_one_busy_time() -> None:
+def test_parallel_requests_of_one_session_are_one_turn() -> None:
     book = SessionBook()
-    book.opened("s", 0)
+    record = book.opened("s", 0)
     book.opened("s", 1)
-    book.closed("s", "tool_use", 10 * SECOND_NS)
-    record = book.record("s")
-    assert record is not None
-    assert record.running == 1
-    book.closed("s", "tool_use", 20 * SECOND_NS)
+    book.left(record, 10 * SECOND_NS)
+    book.left(record, 20 * SECOND_NS)
+    book.turn_ended(record, "tool_use", 20 * SECOND_NS)
     assert record.previous_gap_s is None
     book.opened("s", 27 * SECOND_NS)
     assert record.previous_gap_s == pytest.approx(7.0)
+
+
+def test_a_turn_of_unknown_end_ended_when_its_last_request_left() -> None:
+    book = SessionBook()
+    record = book.opened("s", 0)
+    book.left(record, 5 * SECOND_NS)
+    book.opened("s", 8 * SECOND_NS)
+    assert record.key == ("", -1)
+    assert record.previous_gap_s == pytest.approx(3.0)
+
+
+def test_an_ended_session_is_forgotten_without_being_learned() -> None:
+    book = SessionBook()
+    number = _turn(book, "s", 0, 0, "end_turn")
+    before = _index(book, number, SECOND_NS)
+    record = book.record("s")
+    assert record is not None
+    record.ended = True
+    book.forget_idle(set(), SECOND_NS)
+    assert book.record("s") is None
+    other = _turn(book, "t", 0, 0, "end_turn")
+    assert _index(book, other, SECOND_NS) == pytest.approx(before)

@@ -1,0 +1,217 @@
+"""One pool, one policy, one stream: drives the real core and counts prefix hits.
+
+The pool keeps `pool_tokens` tokens. A request takes its pages from working room beside it, so that admission never
+refuses; when it is over, the policy trims the pool back to its size, the newcomer being a candidate like any other.
+Requests take no time in the core: nothing is pinned between events, as in the published hit-rate tables.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+
+from kvmanager.core.events import (
+    Attached,
+    AttachRank,
+    Close,
+    Closing,
+    Event,
+    Open,
+    Progress,
+    Registered,
+    RegisterEngine,
+    Replied,
+    Step,
+    StepDone,
+    Tick,
+    TimelinesRead,
+    Trim,
+    TurnEnded,
+)
+from kvmanager.core.eviction import POLICIES
+from kvmanager.core.node import Node
+from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec
+from kvmanager.errors import InvalidArgument, KVError
+from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
+from kvmanager.layout import GLM53, native_layout
+from kvmanager.replay.stream import BLOCK_TOKENS, Request
+from kvmanager.units import SECOND_NS
+
+GROUP, POOL, ENGINE = "replay", "replay/hbm", "replay"
+WORKING_TOKENS = 1 << 20
+"""Room for the request in hand: the longest prompt of GLM-5.3."""
+WARM_UP = 0.25
+"""Share of the requests, from the beginning, that is not counted."""
+TICK_S = 60.0
+Progressed = Callable[[int], None] | None
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """What a replay found. Rates are shares of prompt tokens, counted after the warm-up."""
+
+    policy: str
+    pool_tokens: int
+    span_tokens: int
+    requests: int
+    prompt_tokens: int
+    prefix_hit_rate: float
+    prefilled_tokens: int
+    ceiling: float
+    evictions: int
+    partial_span_reuse: int
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+def group_spec(pool_tokens: int, ranks: int) -> GroupSpec:
+    """One sharded chain of `ranks` ranks with pages of one block, accounting only."""
+    geometry = ShardGeometry(ranks, BLOCK_TOKENS, 1)
+    order = geometry.order if ranks > 1 else SEQUENTIAL
+    if pool_tokens < geometry.span_tokens:
+        raise InvalidArgument(f"a pool of {pool_tokens} tokens holds no span of {geometry.span_tokens}")
+    slabs = _spans(pool_tokens, order) + _spans(WORKING_TOKENS, order) + 1
+    layout = native_layout(GLM53, BLOCK_TOKENS)
+    page_class = PageClass("kv", layout, POOL, tuple(range(1, ranks + 1)))
+    chain = ChainSpec("main", Placement.SHARDED, ranks, BLOCK_TOKENS, order, order, (page_class,))
+    pool = PoolSpec(POOL, "device", ranks, slabs, layout.page_bytes, (("kv", 1),))
+    return GroupSpec(GROUP, ranks, BLOCK_TOKENS, GLM53, (chain,), (pool,))
+
+
+def _spans(tokens: int, order: TokenOrder) -> int:
+    return tokens // (order.segments * BLOCK_TOKENS)
+
+
+class _Engine:
+    """The one engine of a replay: opens, commits and closes a request at one moment."""
+
+    def __init__(self, pool_tokens: int, ranks: int, policy: str) -> None:
+        spec = group_spec(pool_tokens, ranks)
+        self.node = Node([spec], Limits(growth_cap_tokens=1), policy=POLICIES[policy])
+        self._now = 0
+        self._number = 0
+        self._working = spec.pools[0].slabs - _spans(pool_tokens, spec.chains[0].order)
+        fingerprints = (spec.chains[0].classes[0].layout.fingerprint,)
+        registered = self._ask(RegisterEngine(ENGINE, GROUP, b"replay", 16, BLOCK_TOKENS, fingerprints, ranks))
+        assert isinstance(registered, Registered)
+        self._epoch = registered.epoch
+        self._attaches = []
+        for rank in range(ranks):
+            attached = self._ask(AttachRank(ENGINE, self._epoch, rank, rank))
+            assert isinstance(attached, Attached)
+            self._attaches.append(attached.attach_id)
+
+    def at(self, moment_s: float) -> None:
+        """Time goes on; it never goes back."""
+        self._now = max(self._now, int(moment_s * SECOND_NS))
+
+    def tick(self) -> None:
+        """What happens with time alone."""
+        self.node.apply(Tick(), self._now)
+
+    def _ask(self, event: Event) -> object:
+        answer = self.node.apply(event, self._now)[0]
+        assert isinstance(answer, Replied)
+        if isinstance(answer.answer, KVError):
+            raise answer.answer
+        return answer.answer
+
+    def _step(
+        self,
+        opens: tuple[Open, ...] = (),
+        progress: tuple[Progress, ...] = (),
+        closes: tuple[Close, ...] = (),
+        turn_ends: tuple[TurnEnded, ...] = (),
+    ) -> StepDone:
+        """One message, and the proof that the work before it is done."""
+        self._number += 1
+        fence = dict.fromkeys(self._attaches, self._number)
+        self.node.apply(TimelinesRead(fence), self._now)
+        done = self._ask(
+            Step(ENGINE, self._epoch, self._number, 0, fence, progress, opens, closes, turn_ends)
+        )
+        assert isinstance(done, StepDone)
+        return done
+
+    def request(self, number: int, request: Request) -> int:
+        """Runs a request; returns the tokens of its prompt that were cached."""
+        # One token more than the recorded blocks: a prompt's last token is always computed.
+        tokens = request.tokens + 1
+        opened = self._step(opens=(Open(number, tokens, 0, request.keys(), str(request.play)),)).opened[0]
+        if opened.error is not None:
+            raise opened.error
+        commit = Progress(number, tokens, tokens)
+        self._step(progress=(commit,), closes=(Close(number, Closing.FINISHED),))
+        self.node.apply(Trim(GROUP, POOL, self._working), self._now)
+        return opened.cached_tokens
+
+    def turn_ends(self, request: Request) -> None:
+        """The request's answer is complete: its session is idle, or over."""
+        self._step(turn_ends=(TurnEnded(str(request.play), request.stop_reason, request.last),))
+
+
+def replay(
+    requests: Iterable[Request], total: int, pool_tokens: int, ranks: int, policy: str, progress: Progressed = None
+) -> ReplayReport:
+    """Replays `total` requests in the order of their start. Raises InvalidArgument for an unknown policy.
+
+    `ranks` 8 stores spans of 512 tokens (DCP8), 1 spans of one block. `progress(done)` is called now and then.
+    """
+    if policy not in POLICIES:
+        raise InvalidArgument(f"no policy {policy!r}; there are {', '.join(POLICIES)}")
+    engine = _Engine(pool_tokens, ranks, policy)
+    tally = _Tally(warm_up=int(total * WARM_UP))
+    endings: list[tuple[float, int, Request]] = []
+    next_tick = TICK_S
+    for number, request in enumerate(requests):
+        while endings and endings[0][0] <= request.start_s:
+            end, _, ended = heapq.heappop(endings)
+            engine.at(end)
+            engine.turn_ends(ended)
+        engine.at(request.start_s)
+        if request.start_s >= next_tick:
+            engine.tick()
+            next_tick = request.start_s + TICK_S
+        tally.count(number, request, engine.request(number + 1, request))
+        heapq.heappush(endings, (request.end_s, number, request))
+        if progress is not None and number % 100 == 99:
+            progress(number + 1)
+    counters = engine.node.state.counters
+    return ReplayReport(
+        policy,
+        pool_tokens,
+        ranks * BLOCK_TOKENS,
+        total,
+        tally.prompt_tokens,
+        tally.cached_tokens / max(tally.prompt_tokens, 1),
+        tally.prompt_tokens - tally.cached_tokens,
+        tally.ceiling_tokens / max(tally.prompt_tokens, 1),
+        counters["eviction"],
+        counters["partial_span_reuse"],
+    )
+
+
+@dataclass
+class _Tally:
+    """Sums over the counted part of a replay. `seen`: by play, the prefixes asked for so far."""
+
+    warm_up: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ceiling_tokens: int = 0
+    seen: dict[int, set[int]] = field(default_factory=dict)
+
+    def count(self, number: int, request: Request, cached_tokens: int) -> None:
+        """Adds a request; before the warm-up is over only what an infinite cache would remember."""
+        known = self.seen.setdefault(request.play, set())
+        nodes = request.nodes.tolist()
+        if number >= self.warm_up:
+            self.prompt_tokens += request.tokens
+            self.cached_tokens += cached_tokens
+            self.ceiling_tokens += sum(node in known for node in nodes) * BLOCK_TOKENS
+        known.update(nodes)
+        if request.last:
+            del self.seen[request.play]
