@@ -51,15 +51,15 @@ def leaf_first_lru(candidates: Candidates) -> Int64Array:
 def return_rate(candidates: Candidates) -> Int64Array:
     """Dead branches, then sessions by what their memory pays, then what is shared.
 
-    Of a session the deepest spans go first; what several sessions share, or none claims, goes last and least
-    recently used first. A parent is shared when its child is, and dead only with its child, so children come first.
+    Of a session the deepest spans go first (its path was touched as one); what several sessions share, or none
+    claims, goes last and least recently used first. A parent is shared when its child is, and dead only with its
+    child, so children come first.
     """
     claimed = (candidates.owner >= 0) & ~candidates.dead
     tier = np.where(candidates.dead, 0, np.where(claimed, 1, 2))
     rate = np.where(claimed, candidates.rate, 0.0)
-    # Within a session depth decides; elsewhere recency, then depth.
-    second = np.where(claimed, candidates.owner.astype(np.int64), candidates.last_used)
-    return np.lexsort((-candidates.first_token, second, rate, tier))
+    # Equal rates are common, since gaps are counted in bins: then the session that is idle longest gives first.
+    return np.lexsort((-candidates.first_token, candidates.last_used, rate, tier))
 
 
 POLICIES: Final[Mapping[str, Policy]] = MappingProxyType({"lru": leaf_first_lru, "return-rate": return_rate})

@@ -2,9 +2,10 @@
 
 import hashlib
 
+import numpy as np
 import pytest
 
-from kvmanager.core.eviction import leaf_first_lru
+from kvmanager.core.eviction import Candidates, leaf_first_lru
 from kvmanager.core.prefix import PrefixIndex
 from kvmanager.core.spans import NO_SPAN, SpanTable
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
@@ -104,7 +105,10 @@ def test_parents_are_never_older_than_their_children(tree):
     assert tree.table.last_used[[one, two, three]].tolist() == [1, 1, 1]
     tree.index.touch([three], 7)
     assert tree.table.last_used[[one, two, three]].tolist() == [7, 7, 7]
-    order = leaf_first_lru(tree.table.last_used[[one, two, three]], tree.table.first_token[[one, two, three]])
+    rows, table = [one, two, three], tree.table
+    order = leaf_first_lru(
+        Candidates(table.last_used[rows], table.first_token[rows], table.owner[rows], table.dead[rows], np.zeros(3))
+    )
     assert order.tolist() == [2, 1, 0]
 
 
