@@ -29,7 +29,7 @@ from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.runtime_dir import GRPC_SOCKET
 from kvmanager.wire import abort_with, pack_u32
 
-VERBS = ("serve", "status", "pools", "map", "requests", "prefixes", "leases", "demo")
+VERBS = ("serve", "status", "pools", "map", "requests", "prefixes", "leases", "demo", "replay")
 BIG = (1 << 63) + 5
 STATUS = pb.StatusReply(
     boot_id=BIG,
@@ -432,6 +432,35 @@ def test_a_failed_demo_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> Non
     result = run("demo", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["tokens_equal"] is False
+
+
+def recorded(directory: Path) -> Path:
+    """Two sessions of three requests each."""
+    timing = {"type": "s", "think_time": 1, "api_time": 2, "stop": "tool_use"}
+    steps = [{**timing, "hash_runs": [[1, 8 * n]]} for n in (1, 2, 3)]
+    path = directory / "sessions.jsonl"
+    path.write_text(2 * (json.dumps({"block_size": 64, "requests": steps}) + "\n"))
+    return path
+
+
+def test_replay_of_a_file(tmp_path: Path) -> None:
+    asked = ("replay", str(recorded(tmp_path)), "--lanes", "2", "--requests", "12", "--pool-tokens", "100000")
+    result = run(*asked, "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["prefix_hit_rate"] == pytest.approx(report["ceiling"])
+    assert 0 < report["ceiling"] < 1
+    assert report["prefilled_tokens"] == round(report["prompt_tokens"] * (1 - report["ceiling"]))
+    assert "prefix hit rate" in run(*asked).stdout
+
+
+def test_replay_of_what_is_no_recording(tmp_path: Path) -> None:
+    path = tmp_path / "other"
+    path.write_text("{}\n")
+    result = run("replay", str(path))
+    assert result.exit_code == 1
+    assert "line 1" in result.stderr
+    assert run("replay", str(recorded(tmp_path)), "--policy", "lfu").exit_code == 1
 
 
 def test_the_module_is_the_command() -> None:
