@@ -63,9 +63,12 @@ class AttachedEngine:
         requests: Sequence[RequestStep] = (),
         closes: Sequence[pb.CloseRequest] = (),
         opens: Sequence[pb.OpenRequest] = (),
+        turn_ends: Sequence[pb.TurnEnd] = (),
     ) -> StepResult:
         """One message after the work that it tells of. Raises the message's error, or the first of its requests'."""
-        result = self.client.step(fence=self.workers.fence(), requests=requests, opens=opens, closes=closes)
+        result = self.client.step(
+            fence=self.workers.fence(), requests=requests, opens=opens, closes=closes, turn_ends=turn_ends
+        )
         for error in result.errors.values():
             raise error
         return result

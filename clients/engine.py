@@ -146,6 +146,7 @@ class EngineClient:
         requests: Sequence[RequestStep] = (),
         opens: Sequence[pb.OpenRequest] = (),
         closes: Sequence[pb.CloseRequest] = (),
+        turn_ends: Sequence[pb.TurnEnd] = (),
         timeout_s: float = STEP_TIMEOUT_S,
     ) -> StepResult:
         """Sends one numbered message and waits for its reply.
@@ -165,6 +166,7 @@ class EngineClient:
             requests=self._vector(requests),
             open=opens,
             close=closes,
+            turn_ends=turn_ends,
         )
         self._check_limits(message, len(requests))
         self._number += 1

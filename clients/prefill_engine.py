@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -64,7 +64,7 @@ class PrefillEngine:
         self._store = DcpStore(memories, layout, geometry)
         self._requests = 0
 
-    def prefill(self, prompt: Int64Array, session: pb.SessionHint, stop_reason: str, told: Told) -> Prefilled:
+    def prefill(self, prompt: Int64Array, session: pb.SessionHint, told: Told) -> Prefilled:
         """Computes what the cache lacks of `prompt` int64[L], commits it and exports it.
 
         `told` hears the number of positions done, after each chunk. Raises the daemon's typed errors.
@@ -83,9 +83,13 @@ class PrefillEngine:
         self._engine.workers.run_plans(opened.worker_plans)
         first_token = self._compute(request_id, prompt.tolist(), opened.cached_tokens, told)
         ticket = self._engine.client.export(request_id)
-        close = pb.CloseRequest(request_id=request_id, reason=pb.FINISHED, stop_reason=stop_reason)
-        self._engine.step(closes=[close])
+        # No stop reason: the turn goes on at the decode node; `end_turns` tells its end.
+        self._engine.step(closes=[pb.CloseRequest(request_id=request_id, reason=pb.FINISHED)])
         return Prefilled(ticket, first_token, length, opened.cached_tokens)
+
+    def end_turns(self, ends: Sequence[pb.TurnEnd]) -> None:
+        """Tells the node that turns are over whose prompts were prefilled here. Raises the daemon's typed errors."""
+        self._engine.step(turn_ends=ends)
 
     def _span_pages(self, opened: pb.OpenReply, length: int) -> Int64Array:
         """Page index of each span. Raises InvalidArgument where the tables are not what this group computes on."""

@@ -210,8 +210,15 @@ class Replay:
         ]
         numbered = list(enumerate(self._plan.turns))
         for first in range(0, len(numbered), len(self._plan.lanes)):
-            answers = self._round(prefill, ranks, numbered[first : first + len(self._plan.lanes)])
+            turns = numbered[first : first + len(self._plan.lanes)]
+            answers = self._round(prefill, ranks, turns)
             self._answers += itertools.chain.from_iterable(answer.result() for answer in answers)
+            prefill.end_turns([self._end_of(number, turn) for number, turn in turns])
+
+    def _end_of(self, number: int, turn: ScaledTurn) -> pb.TurnEnd:
+        """What the prefill node is told once a turn's answer is complete."""
+        more = any(later.session_id == turn.session_id for later in self._plan.turns[number + 1 :])
+        return pb.TurnEnd(session_id=turn.session_id, stop_reason=turn.stop_reason, session_ends=int(not more))
 
     def _round(
         self, prefill: PrefillEngine, ranks: list[DecodeRank], turns: list[tuple[int, ScaledTurn]]
@@ -234,7 +241,6 @@ class Replay:
         prefilled = engine.prefill(
             turn.prompt,
             pb.SessionHint(session_id=turn.session_id),
-            turn.stop_reason,
             lambda done: self._progress.say("prefill", what + f"{done}/{len(turn.prompt)} tokens"),
         )
         self._progress.say("prefill", what + "done")
