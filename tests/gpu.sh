@@ -6,6 +6,10 @@ cd "$(dirname "$0")/.."
 python="${PYTHON:-python3}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 what="${1:-all}"
+if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  echo "tests/gpu.sh: torch sees no GPU on this machine" >&2
+  exit 1
+fi
 if [[ $what == test || $what == all ]]; then
   "$python" -m pytest -q -m gpu tests/gpu
 fi
