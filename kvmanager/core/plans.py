@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -115,10 +116,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Box:
-    """A rectangle of bytes for one (page, page) pair, offsets relative to the pages' starts."""
+    """A rectangle of bytes for one (page, page) pair, offsets relative to the pages' starts and to slot 0."""
 
     source_offset: int
     target_offset: int
+    source_slot_stride: int
+    target_slot_stride: int
     source_page_stride: int
     target_page_stride: int
     counts: tuple[int, ...]
@@ -187,18 +190,18 @@ def copy_rows(
 
 @dataclass(frozen=True)
 class _Progression:
-    """Page pairs whose common tokens step through both pages alike.
+    """Page pairs between two regions whose common tokens step through both pages alike.
 
-    `rows` tokens from slots (`source_slot`, `target_slot`) on, `source_step`/`target_step` slots apart.
+    `rows` tokens, `source_step`/`target_step` slots apart; the first ones' slots differ from pair to pair (int64).
     """
 
-    source_slot: int
-    target_slot: int
     source_step: int
     target_step: int
     rows: int
-    source_region: Int32Array
-    target_region: Int32Array
+    source_region: int
+    target_region: int
+    source_slot: Int64Array
+    target_slot: Int64Array
     source_page: Int64Array
     target_page: Int64Array
 
@@ -231,25 +234,30 @@ def _progressions(source: Rows, target: Rows) -> Iterable[_Progression]:
     single = rows == 1
     stride_source = np.where(single, 1, step_source[heads])
     stride_target = np.where(single, 1, step_target[heads])
-    pattern = np.stack(
-        (source.slot[heads], target.slot[heads], stride_source, stride_target, rows), axis=1
-    )
-    unique, which = np.unique(pattern, axis=0, return_inverse=True)
-    which = which.reshape(-1)
-    for number, values in enumerate(unique):
-        pick = heads[which == number]
-        first, last, step_from, step_to, count = (int(value) for value in values)
+    for alike in _alike(stride_source, stride_target, rows, source.region[heads], target.region[heads]):
+        first, pick = alike[0], heads[alike]
         yield _Progression(
-            first,
-            last,
-            step_from,
-            step_to,
-            count,
-            source.region[pick],
-            target.region[pick],
+            int(stride_source[first]),
+            int(stride_target[first]),
+            int(rows[first]),
+            int(source.region[pick[0]]),
+            int(target.region[pick[0]]),
+            source.slot[pick],
+            target.slot[pick],
             source.page[pick],
             target.page[pick],
         )
+
+
+def _alike(*columns: npt.NDArray[np.signedinteger[Any]]) -> Iterable[Int64Array]:
+    """Groups of row numbers in which all columns agree, rows ascending."""
+    key = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        values, which = np.unique(column, return_inverse=True)
+        # Numbered anew after each column, so that the key stays small.
+        key = np.unique(key * len(values) + which.reshape(-1), return_inverse=True)[1].reshape(-1)
+    order = np.argsort(key, kind="stable")
+    yield from np.split(order, np.flatnonzero(np.diff(key[order])) + 1)
 
 
 def _step_breaks(new_pair: npt.NDArray[np.bool_], change: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -300,8 +308,10 @@ def _boxes(
     boxes: list[_Box] = []
     for source, target in pairs:
         box = _Box(
-            source.offset + step.source_slot * source.slot_stride,
-            target.offset + step.target_slot * target.slot_stride,
+            source.offset,
+            target.offset,
+            source.slot_stride,
+            target.slot_stride,
             source.page_stride,
             target.page_stride,
             (step.rows,),
@@ -313,19 +323,23 @@ def _boxes(
             boxes[-1] = joined
         else:
             boxes.append(box)
-    flat: list[_Box] = []
-    for box in map(_flatten, boxes):
-        if flat and (joined := _end_to_end(flat[-1], box)) is not None:
-            flat[-1] = joined
+    boxes = [_flatten(box) for box in boxes]
+    if not step.rows == source_layout.page_rows == target_layout.page_rows:
+        return boxes  # parts of pages don't touch those of the next group of layers
+    whole: list[_Box] = []
+    for box in boxes:
+        if whole and (joined := _end_to_end(whole[-1], box)) is not None:
+            whole[-1] = joined
         else:
-            flat.append(box)
-    return flat
+            whole.append(box)
+    return whole
 
 
-def _check_slots(layout: KVLayout, first: int, step: int, rows: int) -> None:
+def _check_slots(layout: KVLayout, first: Int64Array, step: int, rows: int) -> None:
     last = first + step * (rows - 1)
-    if not (0 <= first < layout.page_rows and 0 <= last < layout.page_rows):
-        raise LayoutMismatch(f"slots {first}..{last} outside a page of {layout.page_rows} rows of {layout.name}")
+    low, high = int(min(first.min(), last.min())), int(max(first.max(), last.max()))
+    if not 0 <= low <= high < layout.page_rows:
+        raise LayoutMismatch(f"slots {low}..{high} outside a page of {layout.page_rows} rows of {layout.name}")
 
 
 def _same_grid(a: _Box, b: _Box) -> bool:
@@ -348,6 +362,8 @@ def _side_by_side(a: _Box, b: _Box) -> _Box | None:
     return _Box(
         a.source_offset,
         a.target_offset,
+        a.source_slot_stride,
+        a.target_slot_stride,
         a.source_page_stride,
         a.target_page_stride,
         a.counts,
@@ -366,6 +382,8 @@ def _flatten(box: _Box) -> _Box:
     return _Box(
         box.source_offset,
         box.target_offset,
+        box.source_slot_stride,
+        box.target_slot_stride,
         box.source_page_stride,
         box.target_page_stride,
         (),
@@ -381,28 +399,18 @@ def _end_to_end(a: _Box, b: _Box) -> _Box | None:
 
 
 def _place_box(box: _Box, group: _Progression) -> Iterable[StridedCopies]:
-    """The box at every page pair of the progression, one copy set for each pair of regions."""
-    pairs = np.stack((group.source_region, group.target_region), axis=1)
-    for source_region, target_region in np.unique(pairs, axis=0):
-        pick = (group.source_region == source_region) & (group.target_region == target_region)
-        source = group.source_page[pick] * box.source_page_stride + box.source_offset
-        target = group.target_page[pick] * box.target_page_stride + box.target_offset
-        if box.counts:
-            yield StridedCopies(
-                int(source_region),
-                int(target_region),
-                source,
-                target,
-                box.counts,
-                box.source_strides,
-                box.target_strides,
-                box.row_bytes,
-            )
-            continue
-        order = np.argsort(source, kind="stable")
-        (starts, sizes), targets = _merge_runs(source[order], target[order], box.row_bytes)
-        for size in np.unique(sizes):
-            run = sizes == size
-            yield StridedCopies(
-                int(source_region), int(target_region), starts[run], targets[run], (), (), (), int(size)
-            )
+    """The box at every page pair of the progression."""
+    source = group.source_page * box.source_page_stride + group.source_slot * box.source_slot_stride
+    target = group.target_page * box.target_page_stride + group.target_slot * box.target_slot_stride
+    source += box.source_offset
+    target += box.target_offset
+    regions = (group.source_region, group.target_region)
+    if box.counts:
+        strides = (box.source_strides, box.target_strides)
+        yield StridedCopies(*regions, source, target, box.counts, *strides, box.row_bytes)
+        return
+    order = np.argsort(source, kind="stable")
+    (starts, sizes), targets = _merge_runs(source[order], target[order], box.row_bytes)
+    for size in np.unique(sizes):
+        run = sizes == size
+        yield StridedCopies(*regions, starts[run], targets[run], (), (), (), int(size))
