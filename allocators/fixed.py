@@ -5,99 +5,104 @@ Integers only: nothing here knows what memory is. Used for pools and, through `s
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-
 import numpy as np
 import numpy.typing as npt
 
 PageArray = npt.NDArray[np.int64]
 
 
+def _expand(starts: PageArray, ends: PageArray) -> PageArray:
+    """Every page of the extents, in their order."""
+    sizes = ends - starts
+    before = np.cumsum(sizes) - sizes
+    pages: PageArray = np.arange(int(sizes.sum()), dtype=np.int64) + np.repeat(starts - before, sizes)
+    return pages
+
+
 class FixedPages:
     """Free pages `0 .. pages - 1` as sorted, disjoint, non-touching extents.
 
-    `_starts[i] <= page < _ends[i]` is free; both lists are sorted and of equal length.
+    `_starts[i] <= page < _ends[i]` is free; both arrays are sorted and of equal length (int64).
     Taking prefers one extent that holds the whole request, so that copies stay long runs.
     """
 
     def __init__(self, pages: int) -> None:
         assert pages >= 0
         self.pages = pages
-        self._starts = [0] if pages else []
-        self._ends = [pages] if pages else []
+        self._starts: PageArray = np.zeros(1 if pages else 0, np.int64)
+        self._ends: PageArray = np.full(len(self._starts), pages, np.int64)
         self.free = pages
 
     def take(self, count: int) -> PageArray | None:
-        """`count` page indexes, ascending within each extent; None when fewer are free (nothing is taken)."""
+        """`count` page indexes, ascending; None when fewer are free (nothing is taken)."""
         assert count >= 0
         if count > self.free:
             return None
-        whole = next((i for i, (a, b) in enumerate(zip(self._starts, self._ends, strict=True)) if b - a >= count), None)
+        if count == 0:
+            return np.empty(0, np.int64)
+        sizes = self._ends - self._starts
+        whole = int(np.argmax(sizes >= count))
         self.free -= count
-        if whole is not None and count:
-            return self._cut(whole, count)
-        parts: list[PageArray] = []
-        while count:
-            size = min(count, self._ends[0] - self._starts[0])
-            parts.append(self._cut(0, size))
-            count -= size
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        if sizes[whole] >= count:
+            start = int(self._starts[whole])
+            self._cut(whole, whole, count)
+            return np.arange(start, start + count, dtype=np.int64)
+        last = int(np.searchsorted(np.cumsum(sizes), count))
+        rest = count - int(sizes[:last].sum())
+        ends = np.append(self._ends[:last], self._starts[last] + rest)
+        pages = _expand(self._starts[: last + 1], ends)
+        self._cut(0, last, rest)
+        return pages
 
-    def _cut(self, extent: int, count: int) -> PageArray:
-        start = self._starts[extent]
-        self._starts[extent] += count
-        if self._starts[extent] == self._ends[extent]:
-            del self._starts[extent], self._ends[extent]
-        return np.arange(start, start + count, dtype=np.int64)
+    def _cut(self, first: int, last: int, count: int) -> None:
+        """Takes extents [first, last) away, and `count` pages from the head of extent `last`."""
+        self._starts[last] += count
+        if self._starts[last] == self._ends[last]:
+            last += 1
+        if first != last:
+            self._starts = np.concatenate((self._starts[:first], self._starts[last:]))
+            self._ends = np.concatenate((self._ends[:first], self._ends[last:]))
 
     def give(self, pages: PageArray) -> None:
         """Takes pages back. A page that is free already, twice in the call or out of range is our own bug.
 
         Nothing changes then: all pages are looked at before the first is taken back.
         """
-        ordered = np.sort(pages)
-        if len(ordered) == 0:
+        if len(pages) == 0:
             return
+        ordered = np.sort(pages)
         assert ordered[0] >= 0, f"page {ordered[0]} is not one of {self.pages}"
         assert ordered[-1] < self.pages, f"page {ordered[-1]} is not one of {self.pages}"
-        twice = ordered[1:][np.diff(ordered) == 0]
-        assert len(twice) == 0, f"pages {twice.tolist()} are given twice in one call"
-        breaks = np.flatnonzero(np.diff(ordered) != 1)
+        steps = np.diff(ordered)
+        assert steps.all(), f"pages {ordered[1:][steps == 0].tolist()} are given twice in one call"
+        breaks = np.flatnonzero(steps != 1)
         starts = ordered[np.concatenate(([0], breaks + 1))]
         ends = ordered[np.concatenate((breaks, [len(ordered) - 1]))] + 1
-        runs = list(zip(starts.tolist(), ends.tolist(), strict=True))
-        for start, end in runs:
-            self._check_taken(start, end)
-        for start, end in runs:
-            self._merge(start, end)
+        self._check_taken(starts, ends)
+        self._merge(starts, ends)
         self.free += len(ordered)
 
-    def _check_taken(self, start: int, end: int) -> None:
-        at = bisect_left(self._starts, start)
-        assert at == 0 or self._ends[at - 1] <= start, f"page {start} is free already"
-        assert at == len(self._starts) or end <= self._starts[at], f"page {self._starts[at]} is free already"
+    def _check_taken(self, starts: PageArray, ends: PageArray) -> None:
+        """No run touches a free page: the extent before it ends at or before its start, the next starts at its end."""
+        at = np.searchsorted(self._starts, starts)
+        inside = np.concatenate(([0], self._ends))[at] > starts
+        assert not inside.any(), f"pages {starts[inside].tolist()} are free already"
+        behind = np.concatenate((self._starts, [self.pages]))[at]
+        assert (ends <= behind).all(), f"pages {behind[ends > behind].tolist()} are free already"
 
-    def _merge(self, start: int, end: int) -> None:
-        at = bisect_left(self._starts, start)
-        joins_left = at > 0 and self._ends[at - 1] == start
-        joins_right = at < len(self._starts) and self._starts[at] == end
-        if joins_left and joins_right:
-            self._ends[at - 1] = self._ends[at]
-            del self._starts[at], self._ends[at]
-        elif joins_left:
-            self._ends[at - 1] = end
-        elif joins_right:
-            self._starts[at] = start
-        else:
-            self._starts.insert(at, start)
-            self._ends.insert(at, end)
+    def _merge(self, starts: PageArray, ends: PageArray) -> None:
+        """Adds disjoint runs and joins what touches."""
+        starts = np.sort(np.concatenate((self._starts, starts)))
+        ends = np.sort(np.concatenate((self._ends, ends)))
+        apart = starts[1:] != ends[:-1]
+        self._starts = starts[np.concatenate(([True], apart))]
+        self._ends = ends[np.concatenate((apart, [True]))]
 
     def is_free(self, page: int) -> bool:
         """Whether `page` is free."""
-        at = bisect_right(self._starts, page) - 1
-        return at >= 0 and page < self._ends[at]
+        at = int(np.searchsorted(self._starts, page, side="right")) - 1
+        return at >= 0 and bool(page < self._ends[at])
 
     def free_pages(self) -> PageArray:
         """All free page indexes, ascending (for the audit)."""
-        parts = [np.arange(a, b, dtype=np.int64) for a, b in zip(self._starts, self._ends, strict=True)]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return _expand(self._starts, self._ends)

@@ -21,7 +21,7 @@ class Slabs:
 
     `owner[slab]`: index of the class that has it, UNOWNED when free.
     `_used[c][slab]`: pages of class c taken in that slab, 0 when it belongs to another.
-    `_places[c]`: free page indexes inside slabs that class c owns already (kept ascending by use of sorted takes).
+    `_open[c]`: bool, one entry a page index: free, and inside a slab that class c owns already. `_opened[c]`: how many.
     """
 
     def __init__(self, slabs: int, per_slab: Mapping[str, int]) -> None:
@@ -32,22 +32,27 @@ class Slabs:
         self._whole = FixedPages(slabs)
         self.owner: npt.NDArray[np.uint8] = np.full(slabs, UNOWNED, np.uint8)
         self._used: dict[str, npt.NDArray[np.int32]] = {c: np.zeros(slabs, np.int32) for c in per_slab}
-        self._places: dict[str, set[int]] = {c: set() for c in per_slab}
+        self._open: dict[str, npt.NDArray[np.bool_]] = {c: np.zeros(slabs * n, bool) for c, n in per_slab.items()}
+        self._opened: dict[str, int] = dict.fromkeys(per_slab, 0)
 
     @property
     def free_slabs(self) -> int:
         """Slabs that no class owns."""
         return self._whole.free
 
+    def opened(self, page_class: str) -> int:
+        """Free pages of a class inside slabs that it owns already."""
+        return self._opened[page_class]
+
     def free_pages(self, page_class: str) -> int:
         """Pages of a class that could be taken now if no other class took a slab."""
-        return len(self._places[page_class]) + self._whole.free * self.per_slab[page_class]
+        return self._opened[page_class] + self._whole.free * self.per_slab[page_class]
 
     def slabs_needed(self, pages: Mapping[str, int]) -> int:
         """Free slabs that taking these pages would consume."""
         total = 0
         for page_class, count in pages.items():
-            beyond = count - len(self._places[page_class])
+            beyond = count - self._opened[page_class]
             total += max(0, -(-beyond // self.per_slab[page_class]))
         return total
 
@@ -57,33 +62,44 @@ class Slabs:
         slabs = self._whole.take(self.slabs_needed({page_class: count}))
         if slabs is None:
             return None
+        places = self._open[page_class]
         self.owner[slabs] = self.classes.index(page_class)
-        places = self._places[page_class]
-        for slab in slabs.tolist():
-            places.update(range(slab * per_slab, (slab + 1) * per_slab))
-        taken = np.array(sorted(places)[:count], dtype=np.int64)
-        places.difference_update(taken.tolist())
-        np.add.at(self._used[page_class], taken // per_slab, 1)
+        places.reshape(-1, per_slab)[slabs] = True
+        taken = np.flatnonzero(places)[:count]
+        places[taken] = False
+        self._opened[page_class] += len(slabs) * per_slab - count
+        touched, counts = np.unique(taken // per_slab, return_counts=True)
+        self._used[page_class][touched] += counts.astype(np.int32)
         return taken
 
     def give(self, page_class: str, pages: PageArray) -> None:
         """Takes pages back; a slab whose last page returns becomes free for every class."""
+        if len(pages) == 0:
+            return
         per_slab = self.per_slab[page_class]
-        places = self._places[page_class]
-        values = pages.tolist()
-        assert len(set(values)) == len(values), "a page is given twice in one call"
-        assert places.isdisjoint(values), f"pages {sorted(places.intersection(values))} are free already"
-        assert all(0 <= page < self.slabs * per_slab for page in values), f"pages {values} of {self.slabs} slabs"
-        slabs = pages // per_slab
-        assert bool((self.owner[slabs] == self.classes.index(page_class)).all()), "a page of another class"
-        places.update(values)
+        places = self._open[page_class]
+        self._check_taken(page_class, pages)
+        places[pages] = True
+        touched, counts = np.unique(pages // per_slab, return_counts=True)
         used = self._used[page_class]
-        np.subtract.at(used, slabs, 1)
-        empty = np.unique(slabs)[used[np.unique(slabs)] == 0]
-        for slab in empty.tolist():
-            places.difference_update(range(slab * per_slab, (slab + 1) * per_slab))
+        used[touched] -= counts.astype(np.int32)
+        empty = touched[used[touched] == 0]
+        places.reshape(-1, per_slab)[empty] = False
+        self._opened[page_class] += len(pages) - len(empty) * per_slab
         self.owner[empty] = UNOWNED
         self._whole.give(empty)
+
+    def _check_taken(self, page_class: str, pages: PageArray) -> None:
+        """Distinct pages of slabs that the class owns, none of them free."""
+        per_slab = self.per_slab[page_class]
+        ordered = np.sort(pages)
+        inside = ordered[0] >= 0 and ordered[-1] < self.slabs * per_slab
+        assert inside, f"pages {pages} of {self.slabs} slabs"
+        assert np.diff(ordered).all(), "a page is given twice in one call"
+        free = ordered[self._open[page_class][ordered]]
+        assert len(free) == 0, f"pages {free.tolist()} are free already"
+        ours = self.owner[ordered // per_slab] == self.classes.index(page_class)
+        assert ours.all(), "a page of another class"
 
     def used_in_slabs(self, page_class: str) -> npt.NDArray[np.int32]:
         """Pages of the class taken in each slab, int32[slabs]."""

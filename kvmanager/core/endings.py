@@ -48,12 +48,13 @@ def _writeback_ended(state: State, job: CopyJob, outcome: CopyOutcome) -> None:
     chain.table.busy[index] -= 1
     if ended_well(outcome):
         chain.set_states(job.page_class, HOST, index, CopyState.READY, PageState.READY)
-    for row in job.rows:
-        if not ended_well(outcome):
+        if group.spec.sparse is not None:
+            for row in job.rows:
+                _mark_dirty(state, group, job.chain, row)
+    else:
+        for row in job.rows:
             _lose_copy(state, group, chain, (job.page_class, HOST, row), outcome)
-        elif group.spec.sparse is not None:
-            _mark_dirty(state, group, job.chain, row)
-        chain.release_if_unused(row)
+    chain.release_unused(job.rows)
     if ended_well(outcome):
         state.counters["mirror" if group.spec.sparse else "offload"] += len(job.rows)
     else:
@@ -88,8 +89,7 @@ def _onboard_ended(state: State, plan_id: int, job: CopyJob, outcome: CopyOutcom
             condemn(chain, row)
     failure = None if ended_well(outcome) else error or TransferFailed("onboard failed; the prefix is recomputed")
     _answer_waiters(state, plan_id, job, failure)
-    for row in [*job.rows, *job.extra]:
-        chain.release_if_unused(row)
+    chain.release_unused([*job.rows, *job.extra])
 
 
 def _answer_waiters(state: State, plan_id: int, job: CopyJob, failure: KVError | None) -> None:
@@ -132,8 +132,7 @@ def _pull_ended(state: State, plan_id: int, job: PullJob, outcome: CopyOutcome, 
             wake(state, request)
         else:
             refuse_waiting(state, request, error or TransferFailed("the hand-off failed; ask for a new ticket"))
-    for row in job.rows:
-        chain.release_if_unused(row)
+    chain.release_unused(job.rows)
 
 
 def _land(state: State, group: Group, chain: Chain, row: int, outcome: CopyOutcome) -> None:

@@ -12,8 +12,10 @@ from kvmanager.core.eviction import Policy, leaf_first_lru
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.prefix import PrefixIndex
 from kvmanager.core.return_rate import SessionBook
-from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, CopyState, SpanTable
+from kvmanager.core.spans import DEVICE, HOST, CopyState, SpanTable
 from kvmanager.core.spec import ChainSpec, GroupSpec, PageClass, Placement
+
+RowArray = npt.NDArray[np.int64]
 
 
 class Chain:
@@ -50,24 +52,23 @@ class Chain:
         )
 
     def set_states(
-        self, page_class: int, tier: int, rows: npt.NDArray[np.int64], copy: CopyState, page: PageState
+        self, page_class: int, tier: int, rows: RowArray, copy: CopyState, page: PageState
     ) -> None:
         """`set_state` for many spans at once."""
         if len(rows) == 0:
             return
         assert (self.table.copies[page_class, tier, rows] != CopyState.ABSENT).all()
         self.table.copies[page_class, tier, rows] = copy
-        pages = self.table.pages[page_class, tier, rows]
-        self.pool(page_class, tier).settle(self.spec.classes[page_class].name, pages[pages != NO_PAGE], page)
+        pages = self.table.page_lists(page_class, tier, rows)
+        self.pool(page_class, tier).settle(self.spec.classes[page_class].name, pages, page)
 
-    def put_many(self, page_class: int, tier: int, rows: list[int], pages: PageArray) -> None:
+    def put_many(self, page_class: int, tier: int, rows: RowArray | list[int], pages: PageArray) -> None:
         """Deals taken pages out to spans, in order, as copies that are being filled."""
-        widths = self.widths(rows)
-        for row, some in zip(rows, np.split(pages, np.cumsum(widths)[:-1]), strict=True):
-            self.table.put(page_class, tier, row, some, CopyState.FILLING)
+        index = np.asarray(rows, np.int64)
+        self.table.put_many(page_class, tier, index, self.widths(index), pages, CopyState.FILLING)
         self.pool(page_class, tier).settle(self.spec.classes[page_class].name, pages, PageState.FILLING)
 
-    def widths(self, rows: list[int]) -> npt.NDArray[np.int64]:
+    def widths(self, rows: RowArray | list[int]) -> RowArray:
         """Page indexes of one class that each span takes, int64[rows]."""
         segments = self.table.segments[np.asarray(rows, np.int64)].astype(np.int64)
         if self.spec.placement is Placement.REPLICATED:
@@ -84,25 +85,38 @@ class Chain:
         pages = self.table.drop(page_class, tier, row)
         self.pool(page_class, tier).give(self.spec.classes[page_class].name, pages)
 
-    def free_span(self, row: int) -> None:
-        """Frees every copy of an unpublished span nobody holds, and forgets it."""
-        for page_class in range(len(self.spec.classes)):
+    def free_copies(self, page_class: int, tier: int, rows: RowArray) -> None:
+        """`free_copy` for distinct spans at once."""
+        pages = self.table.drop_many(page_class, tier, rows)
+        self.pool(page_class, tier).give(self.spec.classes[page_class].name, pages)
+
+    def free_spans(self, rows: RowArray) -> None:
+        """Frees every copy of unpublished spans nobody holds, and forgets them, in order."""
+        for page_class in range(self.table.classes):
             for tier in (DEVICE, HOST):
-                if self.table.copies[page_class, tier, row] != CopyState.ABSENT:
-                    self.free_copy(page_class, tier, row)
-        self.table.remove(row)
+                held = rows[self.table.copies[page_class, tier, rows] != CopyState.ABSENT]
+                if len(held):
+                    self.free_copies(page_class, tier, held)
+        self.table.remove_many(rows)
 
     def release_if_unused(self, row: int) -> None:
         """Frees a span that left the index once no pin and no plan holds it."""
+        self.release_unused([row])
+
+    def release_unused(self, rows: list[int]) -> None:
+        """`release_if_unused` for many spans at once; a row may be named twice."""
         table = self.table
-        if table.live[row] and not table.published[row] and table.pins[row] == 0 and table.busy[row] == 0:
-            self.free_span(row)
+        index = np.asarray(rows, np.int64)
+        index = index[table.live[index] & ~table.published[index]]
+        if len(index):
+            unused = index[(table.pins[index] == 0) & (table.busy[index] == 0)]
+            if len(unused):
+                self.free_spans(np.fromiter(dict.fromkeys(unused.tolist()), np.int64))
 
     def unpin(self, rows: list[int]) -> None:
         """Takes one pin from each row and frees those that nothing keeps."""
         self.table.unpin(rows)
-        for row in rows:
-            self.release_if_unused(row)
+        self.release_unused(rows)
 
     def device_ready(self, row: int) -> bool:
         """Every class has a complete device copy."""

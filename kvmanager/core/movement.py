@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from kvmanager.core.events import SubmitPlan
@@ -27,8 +25,8 @@ def between_tiers(chain: Chain, page_class: int, source_tier: int, pages: tuple[
     device, host = (pages[0], pages[1]) if source_tier == DEVICE else (pages[1], pages[0])
     if chain.spec.placement is Placement.SHARDED:
         if source_tier == DEVICE:
-            return copy_whole_pages(c.page_bytes, c.device_regions, device, c.host_regions, host)
-        return copy_whole_pages(c.page_bytes, c.host_regions, host, c.device_regions, device)
+            return _on_all_ranks(c.page_bytes, c.device_regions, device, c.host_regions, host)
+        return _on_all_ranks(c.page_bytes, c.host_regions, host, c.device_regions, device)
     ranks = len(c.device_regions)
     copies: list[StridedCopies] = []
     for share in range(ranks):
@@ -44,6 +42,28 @@ def between_tiers(chain: Chain, page_class: int, source_tier: int, pages: tuple[
         for region in c.device_regions:
             copies += copy_whole_pages(c.page_bytes, [c.host_regions[share]], in_share, [region], on_device)
     return tuple(copies)
+
+
+def _on_all_ranks(
+    page_bytes: int, sources: tuple[int, ...], source: Int64Array, targets: tuple[int, ...], target: Int64Array
+) -> tuple[StridedCopies, ...]:
+    """`copy_whole_pages` on every rank: one rank's copies are worked out, the others' differ in their regions only."""
+    first = copy_whole_pages(page_bytes, sources[:1], source, targets[:1], target)
+    return tuple(_between(part, *ends) for ends in zip(sources, targets, strict=True) for part in first)
+
+
+def _between(copies: StridedCopies, source_region: int, target_region: int) -> StridedCopies:
+    """The same copies between other regions."""
+    return StridedCopies(
+        source_region,
+        target_region,
+        copies.source_offsets,
+        copies.target_offsets,
+        copies.counts,
+        copies.source_strides,
+        copies.target_strides,
+        copies.row_bytes,
+    )
 
 
 def span_rows(chain: Chain, page_class: int, tier: int, row: int, tokens: int) -> Rows:
@@ -83,7 +103,7 @@ def _copy_slots(chain: Chain, page_class: int, donor: int, row: int, tokens: int
             regions = np.full(len(slots), region, np.int32)
             ends = [Rows(regions, pages[ordinals], slots) for pages in (source, target)]
             made[mine] = copy_rows(c.layout, c.layout, ends[0], ends[1])
-        copies += [replace(part, source_region=region, target_region=region) for part in made[mine]]
+        copies += [_between(part, region, region) for part in made[mine]]
     return copies
 
 

@@ -82,6 +82,14 @@ class PageSpace:
         self.counts[target] += len(pages)
 
 
+@dataclass(frozen=True)
+class Want:
+    """Room that is asked for: pages by class that must fit, and slabs that stay free beside them."""
+
+    pages: Mapping[str, int]
+    spare_slabs: int = 0
+
+
 class Pool:
     """Pages of one or several classes over `ranks` equal regions, one page index meaning all ranks.
 
@@ -137,6 +145,36 @@ class Pool:
     def slabs_needed(self, pages: Mapping[str, int]) -> int:
         """Free slabs that taking these pages would consume."""
         return self._slabs.slabs_needed(pages)
+
+    def lacking_slabs(self, want: Want) -> int:
+        """Free slabs that the want lacks; 0 or less: it fits."""
+        return self.slabs_needed(want.pages) + want.spare_slabs - self.free_slabs
+
+    def gives_until_fit(self, want: Want, given: Mapping[str, tuple[PageArray, PageArray]], steps: int) -> int:
+        """How many of `steps` steps must give their pages back until a want fits; one more than all: never.
+
+        given: class -> (pages, the step that gives each, 0 ..). Nothing changes.
+        """
+        free = np.full(steps, self.free_slabs, np.int64)
+        needed = np.full(steps, want.spare_slabs, np.int64)
+        opened: dict[str, npt.NDArray[np.int64]] = {}
+        for name, (pages, at) in given.items():
+            whole = self._whole_slabs(name, pages, at, steps)
+            free += whole
+            opened[name] = np.cumsum(np.bincount(at, minlength=steps)) - whole * self.per_slab(name)
+        for name, count in want.pages.items():
+            beyond = count - self._slabs.opened(name) - opened.get(name, 0)
+            needed = needed + np.maximum(0, -(-beyond // self.per_slab(name)))
+        fit = np.append(needed <= free, True)
+        return int(np.argmax(fit)) + 1
+
+    def _whole_slabs(self, page_class: str, pages: PageArray, at: PageArray, steps: int) -> npt.NDArray[np.int64]:
+        """Slabs of the class that have given all their pages after each step, int64[steps]."""
+        slabs = pages // self.per_slab(page_class)
+        last = np.full(self.slabs, -1, np.int64)
+        np.maximum.at(last, slabs, at)
+        emptied = np.bincount(slabs, minlength=self.slabs) == self.used_in_slabs(page_class)
+        return np.cumsum(np.bincount(last[emptied & (last >= 0)], minlength=steps))
 
     def per_slab(self, page_class: str) -> int:
         """Pages of the class in one slab."""

@@ -3,14 +3,20 @@
 Keys are chained, so the last key of a span names the whole prefix that ends there. A flat table of
 span-end keys therefore holds the tree: no edges to split or join, no recursion. `heads` finds, by its
 first key, a span that shares only its first segments with a prompt (reuse inside a span).
+
+The predecessors of a published span are published too. Where all spans are of one size, the boundaries that a
+prompt reaches are therefore its first few, and how many is found by halving.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmanager.core.spans import NO_SPAN, SpanTable
 
@@ -52,6 +58,7 @@ class PrefixIndex:
 
     ends: (namespace, last key) of a full span -> its row (one canonical row a key).
     heads: (namespace, first key) of a published span -> rows, full or partial.
+    sizes: segments of a span -> published spans as large.
     """
 
     def __init__(self, table: SpanTable, key_bytes: int) -> None:
@@ -59,6 +66,7 @@ class PrefixIndex:
         self.key_bytes = key_bytes
         self.ends: dict[tuple[int, bytes], int] = {}
         self.heads: dict[tuple[int, bytes], list[int]] = {}
+        self.sizes: Counter[int] = Counter()
 
     def _first(self, row: int) -> tuple[int, bytes]:
         return int(self.table.namespace[row]), self.table.keys[row][: self.key_bytes]
@@ -68,14 +76,57 @@ class PrefixIndex:
 
     def match(self, keys: bytes, segments: int, namespace: int = 0) -> Match:
         """The longest prefix of the first `segments` keys. Reads only; touches and pins nothing."""
-        paths, donor = self._walk(keys, segments, namespace)
-        if donor.at + donor.common > max(paths):
-            return Match(_path(paths, donor.at), donor.at, donor.row, donor.common)
+        if len(self.sizes) == 1:
+            whole = self._halve(keys, segments, namespace)
+            donor = self._best_donor(keys, whole.segments, segments, namespace)
+            return whole if donor is None else Match(whole.spans, whole.segments, donor.row, donor.common)
+        paths, best = self._walk(keys, segments, namespace)
+        if best.at + best.common > max(paths):
+            return Match(_path(paths, best.at), best.at, best.row, best.common)
         return self._whole(paths)
 
     def match_whole(self, keys: bytes, segments: int, namespace: int = 0) -> Match:
         """The longest prefix that whole spans make up; as `match`, without a donor."""
+        if len(self.sizes) == 1:
+            return self._halve(keys, segments, namespace)
         return self._whole(self._walk(keys, segments, namespace)[0])
+
+    def _halve(self, keys: bytes, segments: int, namespace: int) -> Match:
+        """`match_whole` where all published spans have one size: boundaries are known up to some point, then none."""
+        width = self.key_bytes
+        assert len(keys) >= segments * width
+        size = next(iter(self.sizes))
+        stride = size * width
+        ends = self.ends
+        known, unknown = 0, segments // size + 1
+        row = NO_SPAN
+        while unknown - known > 1:
+            middle = (known + unknown) // 2
+            found = ends.get((namespace, keys[middle * stride - width : middle * stride]), NO_SPAN)
+            if found == NO_SPAN:
+                unknown = middle
+            else:
+                known, row = middle, found
+        # One element at a time, a view of the memory is read faster than the array.
+        parents = self.table.parent.data
+        spans = []
+        while row != NO_SPAN:
+            spans.append(row)
+            row = parents[row]
+        assert len(spans) == known, f"{len(spans)} spans lead to boundary {known}"
+        spans.reverse()
+        return Match(tuple(spans), known * size)
+
+    def _best_donor(self, keys: bytes, at: int, segments: int, namespace: int) -> _Donor | None:
+        """The span behind boundary `at` with the most segments in common; the newest of equals."""
+        width = self.key_bytes
+        best: _Donor | None = None
+        if at < segments:
+            for row in self.heads.get((namespace, keys[at * width : (at + 1) * width]), ()):
+                common = self._common(row, keys, at, segments)
+                if best is None or common >= best.common:
+                    best = _Donor(at, common, row)
+        return best
 
     def _whole(self, paths: _Paths) -> Match:
         return Match(_path(paths, max(paths)), max(paths))
@@ -134,8 +185,39 @@ class PrefixIndex:
             table.children[parent] += 1
             table.last_used[row] = min(int(table.last_used[row]), int(table.last_used[parent]))
         self.heads.setdefault(self._first(row), []).append(row)
+        self.sizes[int(table.segments[row])] += 1
         if table.full(row):
             self.complete(row)
+
+    def publish_run(self, rows: Sequence[int], parent: int, ends: Sequence[tuple[int, bytes]]) -> None:
+        """`publish` for full spans that follow each other below `parent`.
+
+        `ends`: (namespace, last key) of each, distinct and none of them known.
+        """
+        table = self.table
+        index = np.asarray(rows, np.int64)
+        assert not table.published[index].any()
+        assert (table.valid[index] == table.segments[index]).all()
+        assert parent == NO_SPAN or table.published[parent]
+        table.published[index] = True
+        table.parent[index[0]] = parent
+        table.parent[index[1:]] = index[:-1]
+        table.children[index[:-1]] += 1
+        if parent != NO_SPAN:
+            table.children[parent] += 1
+            table.last_used[index[0]] = min(int(table.last_used[index[0]]), int(table.last_used[parent]))
+        table.last_used[index] = np.minimum.accumulate(table.last_used[index])
+        width, keys, heads = self.key_bytes, table.keys, self.heads
+        for row, (namespace, _) in zip(rows, ends, strict=True):
+            first = (namespace, keys[row][:width])
+            if first in heads:
+                heads[first].append(row)
+            else:
+                heads[first] = [row]
+        self.sizes.update(table.segments[index].tolist())
+        known = len(self.ends)
+        self.ends.update(zip(ends, rows, strict=True))
+        assert len(self.ends) == known + len(rows), "a span's prefix is known already"
 
     def complete(self, row: int) -> None:
         """A published span became full: it can have children from now on."""
@@ -152,6 +234,24 @@ class PrefixIndex:
         if (parent := int(table.parent[row])) != NO_SPAN:
             table.children[parent] -= 1
         table.parent[row] = NO_SPAN
+        self._forget_size(int(table.segments[row]), 1)
+        self._forget_keys(row)
+
+    def unpublish_many(self, rows: npt.NDArray[np.int64]) -> None:
+        """`unpublish` for distinct spans, children before their parents."""
+        table = self.table
+        assert table.published[rows].all()
+        parents = table.parent[rows]
+        np.subtract.at(table.children, parents[parents != NO_SPAN], 1)
+        assert not table.children[rows].any()
+        table.published[rows] = False
+        table.parent[rows] = NO_SPAN
+        for row in rows.tolist():
+            self._forget_keys(row)
+        for segments, count in Counter(table.segments[rows].tolist()).items():
+            self._forget_size(segments, count)
+
+    def _forget_keys(self, row: int) -> None:
         first = self._first(row)
         rows = self.heads[first]
         rows.remove(row)
@@ -160,6 +260,11 @@ class PrefixIndex:
         last = self._last(row)
         if self.ends.get(last) == row:
             del self.ends[last]
+
+    def _forget_size(self, segments: int, count: int) -> None:
+        self.sizes[segments] -= count
+        if self.sizes[segments] == 0:
+            del self.sizes[segments]
 
     def touch(self, rows: list[int], now: int) -> None:
         """Marks spans as used, and all before them: a parent is never older than its child."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -10,11 +11,11 @@ import numpy.typing as npt
 from kvmanager.allocators.fixed import PageArray
 from kvmanager.core.eviction import Candidates
 from kvmanager.core.group import Chain, Group
-from kvmanager.core.pool import Pool
+from kvmanager.core.pool import Pool, Want
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
 
 BoolArray = npt.NDArray[np.bool_]
-Fits = Callable[[], bool]
+RowArray = npt.NDArray[np.int64]
 
 
 def idle(chain: Chain) -> BoolArray:
@@ -55,7 +56,7 @@ def _in_pool(chain: Chain, pool: Pool) -> list[tuple[int, int]]:
 
 def reclaimable_slabs(group: Group, pool: Pool) -> int:
     """Slabs that `make_room` could free now: all their pages belong to spans that may lose them."""
-    counts: dict[str, npt.NDArray[np.int32]] = {}
+    counts: dict[str, npt.NDArray[np.int64]] = {}
     for chain in group.chains:
         table = chain.table
         may_go, may_drop = evictable(chain), idle(chain)
@@ -65,9 +66,8 @@ def reclaimable_slabs(group: Group, pool: Pool) -> int:
             if tier == DEVICE and chain.has_host(page_class):
                 rows |= may_drop & clean(chain, page_class)
             pages = table.pages[page_class, tier, rows].ravel()
-            slabs = pages[pages != NO_PAGE] // pool.per_slab(name)
-            counts.setdefault(name, np.zeros(pool.slabs, np.int32))
-            np.add.at(counts[name], slabs, 1)
+            found = np.bincount(pages[pages != NO_PAGE] // pool.per_slab(name), minlength=pool.slabs)
+            counts[name] = counts.get(name, 0) + found
     total = 0
     for name, count in counts.items():
         used = pool.used_in_slabs(name)
@@ -99,6 +99,45 @@ def children_first(
     return np.argsort(place, kind="stable") if moved else order
 
 
+@dataclass(frozen=True)
+class Room:
+    """How pages can be had: `wants` by pool and class, and the spans that must be evicted from `pool` for that."""
+
+    wants: dict[str, dict[str, int]]
+    pool: str
+    victims: RowArray
+
+
+def _given(chain: Chain, pairs: list[tuple[int, int]], rows: RowArray) -> dict[str, tuple[PageArray, PageArray]]:
+    """By class, (pages, which of the rows each belongs to), over all copies of these (class, tier) pairs."""
+    given: dict[str, tuple[PageArray, PageArray]] = {}
+    for page_class, tier in pairs:
+        pages = chain.table.pages[page_class, tier, rows]
+        held = pages != NO_PAGE
+        given[chain.spec.classes[page_class].name] = (pages[held], np.nonzero(held)[0])
+    return given
+
+
+def _leaves_in_turn(chain: Chain, ordered: RowArray) -> RowArray:
+    """The spans that are leaves when their turn comes: all spans below them had theirs before."""
+    table = chain.table
+    turn = np.full(len(table.live), len(ordered), np.int64)
+    turn[ordered] = np.arange(len(ordered))
+    above = table.parent[ordered]
+    before = (above != NO_SPAN) & (np.arange(len(ordered)) < turn[above])
+    gone = np.bincount(above[before], minlength=len(turn))
+    late = ordered[gone[ordered] < table.children[ordered]]
+    if len(late) == 0:
+        return ordered
+    keeps = np.zeros(len(turn), bool)
+    while len(late):
+        keeps[late] = True
+        late = np.unique(table.parent[late])
+        late = late[late != NO_SPAN]
+        late = late[~keeps[late]]
+    return ordered[~keeps[ordered]]
+
+
 class Reclaimer:
     """Frees pages for a want, counting what it forgets."""
 
@@ -116,29 +155,24 @@ class Reclaimer:
 
     def make_room(self, pool: Pool, wants: Mapping[str, int]) -> bool:
         """Reclaims until the wants fit: clean device copies first, then leaves, least recently used first."""
-
-        def fits() -> bool:
-            return pool.slabs_needed(wants) <= pool.free_slabs
-
-        if fits():
+        want = Want(wants)
+        lacking = pool.lacking_slabs(want)
+        if lacking <= 0:
             return True
-        if pool.slabs_needed(wants) > pool.free_slabs + reclaimable_slabs(self._group, pool):
+        if lacking > reclaimable_slabs(self._group, pool):
             return False  # forgetting all that may be forgotten would not help, so nothing is
-        for chain in self._group.chains:
-            if self._drop_clean(chain, pool, fits):
-                return True
-        return any(self._evict_leaves(chain, pool, fits) for chain in self._group.chains)
+        chains = self._group.chains
+        return any(self._drop_clean(chain, pool, want) for chain in chains) or any(
+            self._evict_leaves(chain, pool, want) for chain in chains
+        )
 
     def trim(self, pool: Pool, free_slabs: int) -> None:
         """Frees until `free_slabs` slabs are free, or nothing more may go."""
-
-        def fits() -> bool:
-            return pool.free_slabs >= free_slabs
-
-        if fits():
+        want = Want({}, free_slabs)
+        if pool.lacking_slabs(want) <= 0:
             return
         for chain in self._group.chains:
-            if self._drop_clean(chain, pool, fits) or self._evict_leaves(chain, pool, fits):
+            if self._drop_clean(chain, pool, want) or self._evict_leaves(chain, pool, want):
                 return
 
     def _ordered(self, chain: Chain, rows: BoolArray) -> list[int]:
@@ -152,34 +186,65 @@ class Reclaimer:
         ranked: list[int] = index[order].tolist()
         return ranked
 
-    def _drop_clean(self, chain: Chain, pool: Pool, fits: Fits) -> bool:
+    def _drop_clean(self, chain: Chain, pool: Pool, want: Want) -> bool:
+        """Frees device copies that have a host copy beside them until the want fits; False when all were not enough."""
         for page_class, tier in _in_pool(chain, pool):
             if tier != DEVICE or not chain.has_host(page_class):
                 continue
-            for row in self._ordered(chain, idle(chain) & clean(chain, page_class)):
-                chain.free_copy(page_class, DEVICE, row)
-                self._counters["reclaim"] += 1
-                if fits():
-                    return True
+            rows = np.asarray(self._ordered(chain, idle(chain) & clean(chain, page_class)), np.int64)
+            enough = pool.gives_until_fit(want, _given(chain, [(page_class, DEVICE)], rows), len(rows))
+            chain.free_copies(page_class, DEVICE, rows[:enough])
+            self._counters["reclaim"] += len(rows[:enough])
+            if enough <= len(rows):
+                return True
         return False
 
-    def _evict_leaves(self, chain: Chain, pool: Pool, fits: Fits) -> bool:
+    def _evict_leaves(self, chain: Chain, pool: Pool, want: Want) -> bool:
+        """Evicts leaf after leaf until the want fits; False when all were not enough."""
+        victims, enough = self._leaves(chain, pool, want)
+        self.evict(chain, victims)
+        return enough
+
+    def leaves_for(self, chain: Chain, pool: Pool, wants: Mapping[str, int]) -> RowArray | None:
+        """The spans that `make_room` would evict; None when they are not enough, or other spans have a say."""
+        if any(_in_pool(other, pool) for other in self._group.chains if other is not chain):
+            return None
+        victims, enough = self._leaves(chain, pool, Want(wants))
+        return victims if enough else None
+
+    def still_evictable(self, chain: Chain, room: Room) -> bool:
+        """Whether nothing happened to the victims that would save one of them."""
+        if len(room.victims) == 0:
+            return True
+        return bool(self._reachable(chain, self._group.pools[room.pool])[room.victims].all())
+
+    def _leaves(self, chain: Chain, pool: Pool, want: Want) -> tuple[RowArray, bool]:
+        """Spans to be evicted one after the other, in order, and whether the want fits then: as few as do, or all."""
+        ordered = np.asarray(self._ordered(chain, self._reachable(chain, pool)), np.int64)
+        # The first few are looked at alone: mostly they will do, and the others may be ten thousands.
+        some = 2 * pool.lacking_slabs(want)
+        for candidates in (ordered[:some], ordered):
+            leaves = _leaves_in_turn(chain, candidates)
+            given = _given(chain, _in_pool(chain, pool), leaves)
+            enough = pool.gives_until_fit(want, given, len(leaves))
+            if enough <= len(leaves):
+                return leaves[:enough], True
+        return leaves, False
+
+    def _reachable(self, chain: Chain, pool: Pool) -> BoolArray:
+        """Evictable spans that hold pages of the pool or stand below one that does (bool[rows])."""
         table = chain.table
         held = np.zeros(len(table.live), bool)
         for page_class, tier in _in_pool(chain, pool):
             held |= table.copies[page_class, tier] == CopyState.READY
         # A leaf without pages here may stand before a parent that has some.
         rows = evictable(chain)
-        below = self._leads_to(chain, rows & held, rows)
-        for row in self._ordered(chain, below):
-            if table.children[row] == 0:
-                self.evict(chain, row)
-                if fits():
-                    return True
-        return False
+        return self._leads_to(chain, rows & held, rows)
 
     def _leads_to(self, chain: Chain, wanted: BoolArray, rows: BoolArray) -> BoolArray:
         """`wanted` spans and the evictable spans below them."""
+        if not (rows & ~wanted).any():
+            return wanted
         # Pointer doubling: `ahead[row]` is 1, 2, 4, ... steps towards the root; the last entry stands for "none".
         none = len(rows)
         ahead = np.append(np.where(chain.table.parent == NO_SPAN, none, chain.table.parent), none)
@@ -189,9 +254,9 @@ class Reclaimer:
             ahead = ahead[ahead]
         return marked[:none] & rows
 
-    def evict(self, chain: Chain, row: int) -> None:
-        """Forgets an idle leaf: all its copies on all shards together."""
-        assert idle(chain)[row]
-        chain.index.unpublish(row)
-        chain.free_span(row)
-        self._counters["eviction"] += 1
+    def evict(self, chain: Chain, rows: RowArray) -> None:
+        """Forgets idle spans, children before their parents: all their copies on all shards together."""
+        assert idle(chain)[rows].all()
+        chain.index.unpublish_many(rows)
+        chain.free_spans(rows)
+        self._counters["eviction"] += len(rows)

@@ -118,6 +118,36 @@ class SpanTable:
         self.keys[row] = b""
         return row
 
+    def add_many(
+        self, first_tokens: PageArray, orders: list[TokenOrder], now: int, namespace: int = 0, owner: int = NO_OWNER
+    ) -> PageArray:
+        """`add` for several spans; returns their rows, in order."""
+        count = len(orders)
+        while len(self._unused) < count:
+            older, self._unused = self._unused, []
+            self._grow(len(self.live))
+            self._unused += older
+        rows = np.asarray(self._unused[len(self._unused) - count :][::-1], np.int64)
+        del self._unused[len(self._unused) - count :]
+        self.live[rows] = True
+        self.parent[rows] = NO_SPAN
+        for column in (self.children, self.valid, self.pins, self.busy, self.dead, self.published):
+            column[rows] = 0
+        self.first_token[rows] = first_tokens
+        self.segments[rows] = [order.segments for order in orders]
+        self.interleave[rows] = [order.interleave for order in orders]
+        self.last_used[rows] = now
+        self.namespace[rows] = namespace
+        self.owner[rows] = owner
+        self.copies[:, :, rows] = CopyState.ABSENT
+        self.pages[:, :, rows] = NO_PAGE
+        uids = np.arange(self.next_uid, self.next_uid + count * self.widest, dtype=np.uint64)
+        self.uids[rows] = uids.reshape(count, self.widest)
+        self.next_uid += count * self.widest
+        for row in rows.tolist():
+            self.keys[row] = b""
+        return rows
+
     def remove(self, row: int) -> None:
         """Forgets a span that holds no page and that nobody holds."""
         assert self.live[row]
@@ -156,9 +186,46 @@ class SpanTable:
         self.copies[page_class, tier, row] = CopyState.ABSENT
         return pages
 
+    def page_lists(self, page_class: int, tier: int, rows: PageArray) -> PageArray:
+        """`page_list` of several spans, one after the other."""
+        pages: PageArray = self.pages[page_class, tier, rows]
+        held: PageArray = pages[pages != NO_PAGE]
+        return held
+
+    def put_many(
+        self, page_class: int, tier: int, rows: PageArray, widths: PageArray, pages: PageArray, state: CopyState
+    ) -> None:
+        """`put` for distinct spans: the first `widths[0]` pages go to the first of them, and so on."""
+        assert (self.copies[page_class, tier, rows] == CopyState.ABSENT).all()
+        dealt = np.full((len(rows), self.widest), NO_PAGE, np.int64)
+        dealt[np.arange(self.widest) < widths[:, None]] = pages
+        self.pages[page_class, tier, rows] = dealt
+        self.copies[page_class, tier, rows] = state
+
+    def drop_many(self, page_class: int, tier: int, rows: PageArray) -> PageArray:
+        """`drop` for distinct spans, whose pages are returned in order."""
+        assert (self.copies[page_class, tier, rows] != CopyState.ABSENT).all()
+        held = self.page_lists(page_class, tier, rows)
+        self.pages[page_class, tier, rows] = NO_PAGE
+        self.copies[page_class, tier, rows] = CopyState.ABSENT
+        return held
+
+    def remove_many(self, rows: PageArray) -> None:
+        """`remove` for distinct spans, in order."""
+        assert self.live[rows].all()
+        assert not self.published[rows].any()
+        assert not self.pins[rows].any()
+        assert not self.busy[rows].any()
+        assert (self.copies[:, :, rows] == CopyState.ABSENT).all()
+        self.live[rows] = False
+        self._unused.extend(rows.tolist())
+
     def pin(self, rows: npt.NDArray[np.int64] | list[int]) -> None:
         """One more holder for each row (a row may be named twice)."""
-        np.add.at(self.pins, np.asarray(rows, np.int64), 1)
+        if len(rows) == 1:
+            self.pins[rows[0]] += 1
+        else:
+            np.add.at(self.pins, np.asarray(rows, np.int64), 1)
 
     def unpin(self, rows: npt.NDArray[np.int64] | list[int]) -> None:
         """One holder less; below zero is our own bug."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
+from itertools import islice
+
+import numpy as np
+
 from kvmanager.core.admission import promises_hold, update_promises
 from kvmanager.core.events import SubmitPlan
-from kvmanager.core.group import Chain, Group
+from kvmanager.core.group import Chain, Group, RowArray
 from kvmanager.core.movement import between_tiers
 from kvmanager.core.plans import CopyPlan, Purpose
+from kvmanager.core.pool import Want
+from kvmanager.core.reclaim import BoolArray, Reclaimer, Room, reclaimable_slabs
 from kvmanager.core.spans import DEVICE, HOST, CopyState
-from kvmanager.core.state import CopyJob, State, concat
+from kvmanager.core.state import CopyJob, State
 
 
 def pump_writeback(state: State, group: Group) -> None:
@@ -30,32 +38,111 @@ def _in_flight(state: State, group: Group, number: int) -> int:
 
 def _next_batch(state: State, group: Group, number: int) -> list[int]:
     """Up to a batch of spans that still want a host copy and got pages for it; each is busy from here on."""
+    chain, queue = group.chains[number], group.writeback[number]
+    rows, looked_at = _wanting(group, chain, queue, state.limits.batch_spans)
+    if not rows or _take_together(state, group, chain, rows):
+        for _ in range(looked_at):
+            queue.popleft()
+        return rows
+    return _take_in_turn(state, group, number)
+
+
+def _wanting(group: Group, chain: Chain, queue: deque[int], most: int) -> tuple[list[int], int]:
+    """The first spans of the queue that want a host copy, and how many entries that took."""
+    wanted: dict[int, None] = {}
+    looked_at = 0
+    while looked_at < len(queue) and len(wanted) < most:
+        some = np.fromiter(islice(queue, looked_at, looked_at + most - len(wanted)), np.int64)
+        looked_at += len(some)
+        wanted.update(dict.fromkeys(some[_want_host_copy(group, chain, some)].tolist()))
+    return list(wanted), looked_at
+
+
+def _want_host_copy(group: Group, chain: Chain, rows: RowArray) -> BoolArray:
+    """Which spans should have a host copy, could have one now, and have none (bool[rows])."""
+    table = chain.table
+    wants = table.live[rows] & (table.valid[rows] > 0)
+    # A span that nobody can find is worth a host page only where a running request may be pushed out to it.
+    if group.spec.sparse is None:
+        wants &= table.published[rows]
+    lacks = np.zeros(len(rows), bool)
+    for c in range(table.classes):
+        lacks |= _lack(chain, c, rows)
+    return wants & lacks
+
+
+def _lack(chain: Chain, page_class: int, rows: RowArray) -> BoolArray:
+    """The class could have a host copy of the span, and has none (bool[rows])."""
+    if not chain.has_host(page_class):
+        return np.zeros(len(rows), bool)
+    copies = chain.table.copies[page_class]
+    lacks: BoolArray = (copies[DEVICE, rows] == CopyState.READY) & (copies[HOST, rows] == CopyState.ABSENT)
+    return lacks
+
+
+def _take_together(state: State, group: Group, chain: Chain, rows: list[int]) -> bool:
+    """Host pages for a whole batch, when one after the other would all get them too. False: nothing was done."""
+    table = chain.table
+    index = np.asarray(rows, np.int64)
+    lacking = [index[_lack(chain, c, index)] for c in range(table.classes)]
+    room = _room(state.reclaimers[group.spec.name], group, chain, lacking)
+    if room is None:
+        return False
+    idle_rows = bool(((table.pins[index] == 0) & (table.busy[index] == 0)).any())
+    # In flight from here on: none of the takes may evict them.
+    for some in lacking:
+        table.busy[some] += 1
+    reclaimer = state.reclaimers[group.spec.name]
+    if not reclaimer.still_evictable(chain, room) or (idle_rows and not _promises_hold_beside(group, room.wants)):
+        for some in lacking:
+            table.busy[some] -= 1
+        return False
+    if len(room.victims):
+        reclaimer.evict(chain, room.victims)
+    for c, some in enumerate(lacking):
+        if len(some):
+            pages = chain.pool(c, HOST).take(chain.page_class(c).name, int(chain.widths(some).sum()))
+            assert pages is not None
+            chain.put_many(c, HOST, some, pages)
+    return True
+
+
+def _room(reclaimer: Reclaimer, group: Group, chain: Chain, lacking: list[RowArray]) -> Room | None:
+    """What must go for host pages of `lacking[c]` spans of each class; None where that takes more than one look."""
+    wants: dict[str, dict[str, int]] = {}
+    for c, rows in enumerate(lacking):
+        if len(rows):
+            wants.setdefault(chain.pool(c, HOST).name, {})[chain.page_class(c).name] = int(chain.widths(rows).sum())
+    full = [name for name, pages in wants.items() if group.pools[name].lacking_slabs(Want(pages)) > 0]
+    if not full:
+        return Room(wants, "", np.empty(0, np.int64))
+    if len(full) > 1:
+        return None
+    victims = reclaimer.leaves_for(chain, group.pools[full[0]], wants[full[0]])
+    return None if victims is None else Room(wants, full[0], victims)
+
+
+def _promises_hold_beside(group: Group, wants: Mapping[str, Mapping[str, int]]) -> bool:
+    """Every pool could give all that it promised, and these pages too."""
+    for name, pool in group.pools.items():
+        needed = pool.promised_slabs + pool.slabs_needed(wants.get(name, {}))
+        if needed > pool.free_slabs and needed > pool.free_slabs + reclaimable_slabs(group, pool):
+            return False
+    return True
+
+
+def _take_in_turn(state: State, group: Group, number: int) -> list[int]:
+    """Host pages span by span, up to a batch, as far as there is room."""
     rows: list[int] = []
     chain, queue = group.chains[number], group.writeback[number]
     while queue and len(rows) < state.limits.batch_spans:
-        if _wants_host_copy(group, chain, queue[0]):
+        if _want_host_copy(group, chain, np.asarray([queue[0]], np.int64))[0]:
             if not _take_host_pages(state, group, chain, queue[0]):
                 group.blocked.add(number)
                 break
             rows.append(queue[0])
         queue.popleft()
     return rows
-
-
-def _wants_host_copy(group: Group, chain: Chain, row: int) -> bool:
-    table = chain.table
-    if not table.live[row] or table.valid[row] == 0:
-        return False
-    # A span that nobody can find is worth a host page only where a running request may be pushed out to it.
-    if group.spec.sparse is None and not table.published[row]:
-        return False
-    return any(_lacks(chain, c, row) for c in range(table.classes))
-
-
-def _lacks(chain: Chain, page_class: int, row: int) -> bool:
-    """The class could have a host copy of the span, and has none."""
-    copies = chain.table.copies[page_class, :, row]
-    return bool(chain.has_host(page_class) and copies[DEVICE] == CopyState.READY and copies[HOST] == CopyState.ABSENT)
 
 
 def _take_host_pages(state: State, group: Group, chain: Chain, row: int) -> bool:
@@ -68,7 +155,7 @@ def _take_host_pages(state: State, group: Group, chain: Chain, row: int) -> bool
         # What can be reclaimed was promised to somebody, and a span in flight can't be.
         table.busy[row] -= 1
         return False
-    classes = [c for c in range(table.classes) if _lacks(chain, c, row)]
+    classes = [c for c in range(table.classes) if _lack(chain, c, np.asarray([row], np.int64))[0]]
     for c in classes:
         pages = state.reclaimers[group.spec.name].take(
             chain.pool(c, HOST), chain.page_class(c).name, chain.spec.span_pages(table.order(row))
@@ -86,13 +173,13 @@ def _take_host_pages(state: State, group: Group, chain: Chain, row: int) -> bool
 def _submit(state: State, group: Group, number: int, rows: list[int]) -> None:
     """One plan a class, over the spans of the batch whose host copy of that class is new."""
     chain = group.chains[number]
+    index = np.asarray(rows, np.int64)
     for c in range(chain.table.classes):
-        new = [row for row in rows if chain.table.copies[c, HOST, row] == CopyState.FILLING]
-        if not new:
+        new = index[chain.table.copies[c, HOST, index] == CopyState.FILLING]
+        if len(new) == 0:
             continue
-        source = concat([chain.table.page_list(c, DEVICE, row) for row in new])
-        target = concat([chain.table.page_list(c, HOST, row) for row in new])
+        source, target = (chain.table.page_lists(c, tier, new) for tier in (DEVICE, HOST))
         purpose = Purpose.MIRROR if group.spec.sparse else Purpose.OFFLOAD
         plan = CopyPlan(state.new_plan_id(), purpose, between_tiers(chain, c, DEVICE, (source, target)))
-        state.jobs[plan.plan_id] = CopyJob(group.spec.name, number, c, new, HOST)
+        state.jobs[plan.plan_id] = CopyJob(group.spec.name, number, c, new.tolist(), HOST)
         state.effects.append(SubmitPlan(plan))

@@ -1,9 +1,17 @@
-"""The core at the deployment's true size: one request of 1,048,576 tokens, accounting only."""
+"""The core at the deployment's true size: requests of 1,048,576 tokens on DCP8, accounting only.
+
+A cold request opens, commits, is published, written back and closed: 16,384 pages over eight ranks, 64 offload
+plans. What a plain block pool spends on as many pages, one by one, is measured beside it.
+"""
 
 from __future__ import annotations
 
+import gc
 import hashlib
-from collections.abc import Iterator
+import statistics
+import tracemalloc
+from collections.abc import Callable, Iterator
+from time import perf_counter
 
 import numpy as np
 
@@ -13,20 +21,30 @@ from kvmanager.core.events import (
     Close,
     Closing,
     CopyOutcome,
+    Effect,
+    Event,
     Open,
     PlanEnded,
     Progress,
     RegisterEngine,
+    Replied,
     Step,
     SubmitPlan,
     TimelinesRead,
 )
 from kvmanager.core.node import Node
+from kvmanager.core.prefix import PrefixIndex
+from kvmanager.core.spans import NO_SPAN, SpanTable
+from kvmanager.geometry import TokenOrder
 from kvmanager.groups import core_limits, plan_memory
 from tests.bench.figure import Figure, median_s
 
 TOKENS = 1 << 20
+STATE_TOKENS = 10_000_000
 PAGE_ROWS = 64
+RANKS = 8
+SPAN_TOKENS = RANKS * PAGE_ROWS
+KEY_BYTES = 16
 CONFIG = """
 [node]
 name = "bench"
@@ -37,84 +55,209 @@ kind = "sharded"
 format = "glm-5.3-fp8_ds_mla"
 ranks = 8
 page_rows = 64
-hbm_bytes_per_rank = "15 GiB"
-host_bytes_per_rank = "64 GiB"
+hbm_bytes_per_rank = "{hbm_gib} GiB"
+host_bytes_per_rank = "{host_gib} GiB"
 """
+PLAIN = "16,384 pages from a plain free list, one dict look-up each"
 
 
 class _Driver:
-    """Drives one sharded engine on an accounting-only core."""
+    """Drives one sharded engine on an accounting-only core. HBM holds two whole requests, host memory nine."""
 
-    def __init__(self) -> None:
-        config = NodeConfig.from_text(CONFIG)
+    def __init__(self, hbm_gib: int = 15, host_gib: int = 64) -> None:
+        config = NodeConfig.from_text(CONFIG.format(hbm_gib=hbm_gib, host_gib=host_gib))
         memory = plan_memory(config)
         self.node = Node(list(memory.groups), core_limits(config))
         self._now = 0
         layouts = tuple(c.layout.fingerprint for c in memory.groups[0].chains[0].classes)
-        self._apply(RegisterEngine("engine", "prefill", b"bench", 16, PAGE_ROWS, layouts, 8))
-        self._attaches = [self._apply(AttachRank("engine", 1, r, r))[0].answer.attach_id for r in range(8)]
+        self._apply(RegisterEngine("engine", "prefill", b"bench", KEY_BYTES, PAGE_ROWS, layouts, RANKS))
+        self._attaches = [self._answer(AttachRank("engine", 1, r, r)).attach_id for r in range(RANKS)]
         self._number = 0
         self._request = 0
+        self.open_s = 0.0
+        self.offload_s: list[float] = []
 
-    def _apply(self, event: object) -> list:
+    def _apply(self, event: Event) -> list[Effect]:
         self._now += 1
         return self.node.apply(event, self._now)
 
-    def _step(self, **parts: tuple) -> list:
+    def _answer(self, event: Event) -> object:
+        reply = self._apply(event)[0]
+        assert isinstance(reply, Replied)
+        return reply.answer
+
+    def _step(self, **parts: tuple) -> list[Effect]:
         self._number += 1
-        fence = dict.fromkeys(self._attaches, self._number)
-        effects = self._apply(Step("engine", 1, self._number, fence=fence, **parts))
-        effects += self._apply(TimelinesRead(fence))
-        for effect in list(effects):
-            while isinstance(effect, SubmitPlan):
-                more = self._apply(PlanEnded(effect.plan.plan_id, CopyOutcome.DONE))
-                effects += more
-                effect = next((e for e in more if isinstance(e, SubmitPlan)), None)
-        return effects
+        return self._apply(Step("engine", 1, self._number, fence=self._fence(), **parts))
+
+    def _fence(self) -> dict[int, int]:
+        return dict.fromkeys(self._attaches, self._number)
+
+    def _copy(self, effects: list[Effect]) -> None:
+        """Ends the plans that were asked for, and those that follow from their ends."""
+        waiting = [effect.plan.plan_id for effect in effects if isinstance(effect, SubmitPlan)]
+        while waiting:
+            start = perf_counter()
+            more = self._apply(PlanEnded(waiting.pop(0), CopyOutcome.DONE))
+            self.offload_s.append(perf_counter() - start)
+            waiting += [effect.plan.plan_id for effect in more if isinstance(effect, SubmitPlan)]
 
     def request(self, keys: bytes, tokens: int) -> int:
-        """Open, commit, close; returns the cached tokens."""
+        """Open, onboard, commit, publish, offload, close; returns the cached tokens."""
         self._request += 1
-        opened = self._step(opens=(Open(self._request, tokens, 0, keys),))[0].answer.opened[0]
-        assert opened.state == "runnable", opened.error
+        start = perf_counter()
+        effects = self._step(opens=(Open(self._request, tokens, 0, keys),))
+        self.open_s = perf_counter() - start
+        opened = effects[0].answer.opened[0]
+        assert opened.state != "refused", opened.error
+        self._copy(effects)
         self._step(progress=(Progress(self._request, tokens, tokens),))
+        self.offload_s.clear()
+        self._copy(self._apply(TimelinesRead(self._fence())))
         self._step(closes=(Close(self._request, Closing.FINISHED),))
+        self._apply(TimelinesRead(self._fence()))
         return opened.cached_tokens
 
 
-def _keys(session: int, segments: int) -> bytes:
-    rng = np.random.Generator(np.random.Philox(session))
-    return rng.bytes(segments * 16)
+def _keys(session: int, tokens: int) -> bytes:
+    """Keys that no other session has."""
+    return np.random.Generator(np.random.Philox(session)).bytes(tokens // PAGE_ROWS * KEY_BYTES)
+
+
+def _plain_pool() -> None:
+    """The usual block pool's work for one request: look a block up, take a page, note it, take it back."""
+    pages = TOKENS // PAGE_ROWS
+    keys = _PLAIN_KEYS
+    free = list(range(pages))
+    cached: dict[bytes, int] = {}
+    held = []
+    for key in keys:
+        if key not in cached:
+            cached[key] = free.pop()
+        held.append(key)
+    for key in reversed(held):
+        free.append(cached.pop(key))
+
+
+_PLAIN_KEYS = [number.to_bytes(KEY_BYTES, "little") for number in range(TOKENS // PAGE_ROWS)]
 
 
 def figures() -> Iterator[Figure]:
-    """Match + reserve + commit + release of 2,048 spans; and the prefix match alone."""
+    """Requests, matches, and the memory that the core's state takes."""
+    yield from _request_figures()
+    yield from _match_figures()
+    yield from _state_figures()
+
+
+def _request_figures() -> Iterator[Figure]:
     driver = _Driver()
-    spans = TOKENS // (8 * PAGE_ROWS)
     sessions = iter(range(1_000))
+    plain_s = median_s(_plain_pool, 5)
+    opens_s: list[float] = []
+    ends_s: list[float] = []
 
     def cold() -> None:
-        driver.request(_keys(next(sessions), TOKENS // PAGE_ROWS), TOKENS)
+        driver.request(_keys(next(sessions), TOKENS), TOKENS)
+        opens_s.append(driver.open_s)
+        ends_s.extend(driver.offload_s)
 
-    def naive() -> None:
-        free = list(range(spans))
-        table = {}
-        for span in range(spans):
-            table[hashlib.sha256(span.to_bytes(8, "little")).digest()] = free.pop()
-        for page in table.values():
-            free.append(page)
+    def figure(name: str, seconds: float) -> Figure:
+        return Figure(f"core: {name}", seconds * 1e3, "ms", PLAIN, seconds / plain_s)
 
-    cold_s = median_s(cold, 5)
-    naive_s = median_s(naive, 5)
+    yield figure("1,048,576-token request, DCP8, cold", median_s(cold, 6))
+    assert driver.node.state.counters["reclaim"] > 0
+    assert driver.node.state.counters["eviction"] == 0
+    yield figure("... its open, which drops clean copies", statistics.median(opens_s[3:]))
+    yield figure("... the end of one of its 64 offloads", statistics.median(ends_s))
+    last = _keys(6, TOKENS)
+    opens_s.clear()
+
+    def reopen() -> None:
+        assert driver.request(last, TOKENS) == TOKENS - PAGE_ROWS
+        opens_s.append(driver.open_s)
+
+    median_s(reopen, 5)
+    yield figure("open with a full hit", statistics.median(opens_s))
+    for _ in range(4):  # until host memory is full
+        cold()
+    ends_s.clear()
+    yield figure("cold request with full host memory", median_s(cold, 3))
+    assert driver.node.state.counters["eviction"] > 0
+    yield figure("... the end of an offload that evicts", statistics.median(ends_s))
+    evicting = _Driver(host_gib=0)
+    opens_s.clear()
+
+    def evict() -> None:
+        evicting.request(_keys(next(sessions), TOKENS), TOKENS)
+        opens_s.append(evicting.open_s)
+
+    median_s(evict, 7)
+    assert evicting.node.state.counters["eviction"] > 0
+    yield figure("open that evicts (no host memory)", statistics.median(opens_s[3:]))
+
+
+def _index_of(sessions: dict[int, int]) -> PrefixIndex:
+    """An index of whole spans: session -> tokens."""
+    table = SpanTable(1, 1)
+    index = PrefixIndex(table, KEY_BYTES)
+    for session, tokens in sessions.items():
+        keys, spans = _keys(session, tokens), tokens // SPAN_TOKENS
+        firsts = np.arange(spans, dtype=np.int64) * SPAN_TOKENS
+        rows = table.add_many(firsts, [TokenOrder(RANKS, 1)] * spans, 0)
+        width = RANKS * KEY_BYTES
+        for number, row in enumerate(rows.tolist()):
+            table.keys[row] = keys[number * width : (number + 1) * width]
+        table.valid[rows] = RANKS
+        ends = [(0, table.keys[row][-KEY_BYTES:]) for row in rows.tolist()]
+        index.publish_run(rows.tolist(), NO_SPAN, ends)
+    return index
+
+
+def _match_figures() -> Iterator[Figure]:
+    """A long and a short prompt in an index of 10M tokens, and in one of 100M."""
+    measured = {0: TOKENS, 1: TOKENS >> 3}
+    times: dict[tuple[int, int], float] = {}
+    for others in (70, 770):
+        index = _index_of(measured | {2 + other: 131_072 for other in range(others)})
+        for session, tokens in measured.items():
+            keys = _keys(session, tokens)
+            times[others, tokens] = median_s(_matching(index, keys, tokens), 200)
+            hash_s = median_s(lambda keys=keys: hashlib.sha256(keys).digest(), 200)
+            size = "10M" if others == 70 else "100M"
+            yield Figure(
+                f"core: match of {tokens:,} tokens among {size}", times[others, tokens] * 1e6, "us",
+                "one sha256 over its keys", times[others, tokens] / hash_s,
+            )
+    for tokens in measured.values():
+        growth = times[770, tokens] / times[70, tokens]
+        yield Figure(f"core: growth of that match of {tokens:,}", growth, "x", "the growth of the index", growth / 10)
+
+
+def _matching(index: PrefixIndex, keys: bytes, tokens: int) -> Callable[[], None]:
+    segments = tokens // PAGE_ROWS
+
+    def match() -> None:
+        assert index.match(keys, segments).segments == segments
+
+    return match
+
+
+def _state_figures() -> Iterator[Figure]:
+    """Memory of spans and index once 10M tokens are cached, above a node that holds nothing."""
+    driver = _Driver(hbm_gib=70, host_gib=70)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for session in range(-(-STATE_TOKENS // TOKENS)):
+            driver.request(_keys(10_000 + session, TOKENS), TOKENS)
+        gc.collect()
+        state_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    spans = int(driver.node.state.groups["prefill"].chains[0].table.published.sum())
+    assert spans * SPAN_TOKENS >= STATE_TOKENS
+    keys_bytes = spans * RANKS * KEY_BYTES
     yield Figure(
-        "core: 1,048,576-token request, DCP8, cold", cold_s * 1e3, "ms", "a dict and a list handing out 2,048 pages",
-        cold_s / naive_s,
-    )
-    keys = _keys(5_000, TOKENS // PAGE_ROWS)
-    driver.request(keys, TOKENS)
-    chain = driver.node.state.groups["prefill"].chains[0]
-    match_s = median_s(lambda: chain.index.match(keys, TOKENS // PAGE_ROWS - 1), 20)
-    hash_s = median_s(lambda: hashlib.sha256(keys).digest(), 20)
-    yield Figure(
-        "core: prefix match of 1,048,576 tokens", match_s * 1e6, "us", "one sha256 over its keys", match_s / hash_s
+        f"core: state of {spans * SPAN_TOKENS:,} cached tokens", state_bytes / (1 << 20), "MiB", "their keys alone",
+        state_bytes / keys_bytes,
     )

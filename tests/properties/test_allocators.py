@@ -1,15 +1,17 @@
 """Fixed pages and slabs against naive models: sets of page numbers."""
 
 import numpy as np
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvmanager.allocators.fixed import FixedPages
 from kvmanager.allocators.slabs import UNOWNED, Slabs
+from kvmanager.core.pool import Pool, Want
 
 PAGES = 24
 PER_SLAB = {"latent": 1, "indexer": 3, "half": 2}
+NESTED = {"latent": 1, "indexer": 6, "half": 2}
 SLABS = 6
 
 
@@ -109,6 +111,35 @@ class SlabModel(RuleBasedStateMachine):
             counted = np.bincount([page // per_slab for page in self.taken[c]], minlength=SLABS)
             assert (counted == self.real.used_in_slabs(c)).all()
         assert int((self.real.owner == UNOWNED).sum()) == self.free_slabs()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_how_many_gives_it_takes_until_pages_fit(data: st.DataObject) -> None:
+    """The answer beforehand is what giving the pages back step by step finds."""
+    pool = Pool("p/hbm", "device", 1, SLABS, NESTED, 6)
+    held = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        name = data.draw(st.sampled_from(sorted(NESTED)))
+        pages = pool.take(name, data.draw(st.integers(1, 5)))
+        held += [(name, page) for page in (pages if pages is not None else [])]
+    held = data.draw(st.permutations(held))[: data.draw(st.integers(0, len(held)))]
+    steps = data.draw(st.integers(1, 6))
+    at = sorted(data.draw(st.lists(st.integers(0, steps - 1), min_size=len(held), max_size=len(held))))
+    given_pages = {}
+    for name in NESTED:
+        mine = [(page, step) for (owner, page), step in zip(held, at, strict=True) if owner == name]
+        given_pages[name] = tuple(np.array([pair[i] for pair in mine], np.int64) for i in range(2))
+    pages_wanted = data.draw(st.dictionaries(st.sampled_from(sorted(NESTED)), st.integers(1, 14)))
+    want = Want(pages_wanted, data.draw(st.integers(0, 2)))
+    found = pool.gives_until_fit(want, given_pages, steps)
+    for step in range(steps):
+        for name, (pages, when) in given_pages.items():
+            pool.give(name, pages[when == step])
+        if pool.lacking_slabs(want) <= 0:
+            assert found == step + 1
+            return
+    assert found == steps + 1
 
 
 TestFixedPages = FixedModel.TestCase

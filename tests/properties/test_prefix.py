@@ -2,6 +2,7 @@
 
 import hashlib
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,13 +23,12 @@ def chained(words: tuple[int, ...]) -> bytes:
 
 
 texts = st.lists(st.integers(0, 1), max_size=11).map(tuple)
-operations = st.lists(
-    st.one_of(
-        st.tuples(st.just("publish"), texts, st.lists(st.sampled_from([1, 3, 3]), max_size=11)),
-        st.tuples(st.just("leave"), st.integers(0, 50)),
-    ),
-    max_size=14,
-)
+
+
+def operations(sizes: list[int]) -> st.SearchStrategy[list[tuple]]:
+    """Histories whose spans have these sizes."""
+    publishes = st.tuples(st.just("publish"), texts, st.lists(st.sampled_from(sizes), max_size=11))
+    return st.lists(st.one_of(publishes, st.tuples(st.just("leave"), st.integers(0, 50))), max_size=14)
 
 
 class Model:
@@ -80,9 +80,11 @@ def publish(index: PrefixIndex, model: Model, words: tuple[int, ...], cuts: list
         at += size
 
 
+@pytest.mark.parametrize("sizes", [[1, 3, 3], [1], [3]], ids=str)
 @settings(max_examples=150, deadline=None)
-@given(operations, st.lists(texts, min_size=1, max_size=6))
-def test_a_match_is_the_longest_known_prefix(history, prompts):
+@given(st.data(), st.lists(texts, min_size=1, max_size=6))
+def test_a_match_is_the_longest_known_prefix(sizes, data, prompts):
+    history = data.draw(operations(sizes))
     table = SpanTable(1, 3)
     index, model = PrefixIndex(table, WIDTH), Model()
     for operation in history:

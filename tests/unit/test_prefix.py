@@ -134,3 +134,56 @@ def test_descendants_come_children_first(tree):
     assert set(found) == {two, three, side}
     assert found.index(three) < found.index(two)
     assert tree.index.descendants(three) == []
+
+
+def run_of(tree: Index, text: bytes, first: int, last: int, parent: int = NO_SPAN, now=1) -> list[int]:
+    """Whole spans [first, last) of a text, published at once."""
+    rows = [tree.table.add(i * 16, SPAN, now + i) for i in range(first, last)]
+    width = 4 * WIDTH
+    for i, row in zip(range(first, last), rows, strict=True):
+        tree.table.keys[row] = text[i * width : (i + 1) * width]
+        tree.table.valid[row] = 4
+    tree.index.publish_run(rows, parent, [(0, tree.table.keys[row][-WIDTH:]) for row in rows])
+    return rows
+
+
+def test_a_run_is_published_as_one_span_after_the_other(tree):
+    text, fork = keys(*"abcdefghijkl"), keys(*"abcdefghijXY")
+    rows = run_of(tree, text, 0, 2)
+    rows += run_of(tree, text, 2, 3, rows[-1])
+    side = run_of(tree, fork, 2, 3, rows[1])
+    single = Index()
+    parent = NO_SPAN
+    for i in range(3):
+        parent = single.publish(text, 4 * i, 4 * i + 4, parent, now=1 + i)
+    single.publish(fork, 8, 12, 1, now=3)
+    for name in ("parent", "children", "last_used", "published"):
+        assert getattr(tree.table, name).tolist() == getattr(single.table, name).tolist(), name
+    for name in ("ends", "heads", "sizes"):
+        assert getattr(tree.index, name) == getattr(single.index, name), name
+    assert tree.index.match(fork, 12).spans == (rows[0], rows[1], side[0])
+
+
+def test_a_run_must_be_new_and_below_what_can_be_found(tree):
+    text = keys(*"abcdefgh")
+    rows = run_of(tree, text, 0, 2)
+    with pytest.raises(AssertionError):
+        run_of(tree, text, 0, 2)
+    with pytest.raises(AssertionError):
+        tree.index.publish_run(rows, NO_SPAN, [(0, tree.table.keys[row][-WIDTH:]) for row in rows])
+
+
+def test_many_leave_children_first(tree):
+    text = keys(*"abcdefghijkl")
+    rows = np.array(run_of(tree, text, 0, 3))
+    with pytest.raises(AssertionError):
+        tree.index.unpublish_many(rows[:2])
+    tree = Index()
+    rows = np.array(run_of(tree, text, 0, 3))
+    tree.index.unpublish_many(rows[:0:-1])
+    assert tree.index.match(text, 12).spans == (rows[0],)
+    assert tree.table.children[rows].tolist() == [0, 0, 0]
+    tree.index.unpublish_many(rows[:1])
+    assert not tree.index.heads
+    assert not tree.index.ends
+    assert not tree.index.sizes

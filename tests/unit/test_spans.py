@@ -56,3 +56,52 @@ def test_pins_count_and_never_go_below_zero():
     table.unpin([row, row])
     with pytest.raises(AssertionError, match="once too often"):
         table.unpin([row])
+
+
+def twins() -> tuple[SpanTable, SpanTable]:
+    """Two tables with the same past: rows given back out of order."""
+    tables = SpanTable(2, 8), SpanTable(2, 8)
+    for table in tables:
+        rows = [table.add(i, TokenOrder(8, 1), now=1) for i in range(20)]
+        for row in (rows[3], rows[15], rows[7]):
+            table.keys[row] = b"old"
+            table.parent[row] = 2
+            table.last_used[row] = 9
+            table.dead[row] = True
+            table.remove(row)
+    return tables
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 50, 300])
+def test_many_are_added_as_one_after_the_other(count):
+    one, other = twins()
+    firsts = np.arange(count) * 16
+    orders = [TokenOrder(8, 1) if i % 3 else SEQUENTIAL for i in range(count)]
+    rows = other.add_many(firsts, orders, 5, 2, 7)
+    assert rows.tolist() == [one.add(int(f), o, 5, 2, 7) for f, o in zip(firsts, orders, strict=True)]
+    rows = np.append(rows, other.add(0, SEQUENTIAL, 6))
+    assert one.add(0, SEQUENTIAL, 6) == rows[-1]
+    for name in ("parent", "children", "first_token", "segments", "interleave", "valid", "pins", "busy", "last_used",
+                 "namespace", "owner", "dead", "published", "live", "uids"):  # fmt: skip
+        assert np.array_equal(getattr(one, name)[rows], getattr(other, name)[rows]), name
+    assert [one.keys[row] for row in rows] == [other.keys[row] for row in rows]
+    assert np.array_equal(one.pages[:, :, rows], other.pages[:, :, rows])
+    assert list(one) == list(other)
+
+
+def test_many_copies_come_and_go_at_once():
+    table = SpanTable(2, 4)
+    rows = np.array([table.add(0, order, now=0) for order in (TokenOrder(3, 1), SEQUENTIAL, TokenOrder(4, 1))])
+    table.put_many(1, HOST, rows, np.array([3, 1, 4]), np.arange(8)[::-1], CopyState.FILLING)
+    assert [table.page_list(1, HOST, row).tolist() for row in rows] == [[7, 6, 5], [4], [3, 2, 1, 0]]
+    assert table.page_lists(1, HOST, rows[[2, 0]]).tolist() == [3, 2, 1, 0, 7, 6, 5]
+    with pytest.raises(AssertionError):
+        table.put_many(1, HOST, rows[:1], np.array([1]), np.array([1]), CopyState.FILLING)
+    with pytest.raises(AssertionError):
+        table.remove_many(rows[1:])
+    assert table.drop_many(1, HOST, rows[1:]).tolist() == [4, 3, 2, 1, 0]
+    with pytest.raises(AssertionError):
+        table.drop_many(1, HOST, rows)
+    table.remove_many(rows[1:])
+    assert list(table) == [rows[0]]
+    assert table.add(0, SEQUENTIAL, now=0) == rows[2]
