@@ -149,3 +149,69 @@ def test_offload_plans_name_whole_pages_of_every_rank():
     assert all(np.array_equal(c.source_offsets, [0]) and c.row_bytes == 5 * 3_502_592 for c in plan.copies)
     driver.end_all()
     driver.leave(client)
+
+
+def test_a_batch_evicts_no_more_than_it_needs_and_leaves_first():
+    driver = Driver([sharded_group(16, 6)], Limits(plans_in_flight=1, batch_spans=4))
+    client = Client(driver, "p")
+    client.serve(1, 5 * SPAN, "a")
+    assert offloaded(driver) == [i * SPAN for i in range(5)]
+    client.open(2, 4 * SPAN, "b")
+    client.commit(2, 4 * SPAN)
+    client.run()
+    (plan,) = driver.plans.values()
+    assert plan.total_bytes == 4 * 28_020_736
+    assert driver.counters["eviction"] == 3
+    assert offloaded(driver) == [0, SPAN]
+    driver.end_all()
+    assert offloaded(driver) == [0, 0, SPAN, SPAN, 2 * SPAN, 3 * SPAN]
+    assert driver.counters["eviction"] == 3
+    driver.leave(client)
+
+
+def test_a_batch_that_does_not_fit_goes_as_far_as_there_is_room():
+    driver = Driver([sharded_group(16, 3)], Limits(plans_in_flight=8, batch_spans=8))
+    client = Client(driver, "p")
+    client.open(1, 5 * SPAN, "a")
+    client.commit(1, 5 * SPAN)
+    client.run()
+    driver.end_all()
+    assert offloaded(driver) == [0, SPAN, 2 * SPAN]
+    assert driver.node.state.groups["p"].blocked == {0}
+    driver.leave(client)
+
+
+def test_an_idle_span_of_the_batch_may_be_what_another_needs_evicted():
+    """The oldest spans want host copies again: the batch must not both copy and forget one."""
+    driver = Driver([sharded_group(16, 2)], Limits(plans_in_flight=1, batch_spans=4))
+    client = Client(driver, "p")
+    client.open(1, 4 * SPAN, "a")
+    client.commit(1, 4 * SPAN)
+    client.close(1)
+    client.run()
+    driver.end_all()
+    assert offloaded(driver) == [0, SPAN]
+    driver.plans.clear()
+    driver.apply(MoverGone())
+    driver.end_all()
+    assert offloaded(driver) == [0, SPAN]
+    driver.leave(client)
+
+
+def test_a_run_with_known_spans_in_it_is_published_around_them():
+    driver = Driver([sharded_group(16, 16)])
+    client = Client(driver, "p")
+    for request, tokens in ((1, 2 * SPAN), (2, 5 * SPAN), (3, 3 * SPAN)):
+        client.open(request, tokens, "a")
+        client.commit(request, tokens)
+    client.run()
+    table = driver.node.state.groups["p"].chains[0].table
+    assert sorted(table.first_token[table.published].tolist()) == [i * SPAN for i in range(5)]
+    driver.end_all()
+    assert driver.counters["offload"] == 5
+    for request in (1, 2, 3):
+        client.close(request)
+    client.run()
+    assert driver.pages("p/hbm", PageState.READY) == 5
+    assert client.open(4, 5 * SPAN, "a").cached_tokens == 5 * SPAN - 64
+    driver.leave(client)

@@ -187,3 +187,11 @@ def test_many_leave_children_first(tree):
     assert not tree.index.heads
     assert not tree.index.ends
     assert not tree.index.sizes
+
+
+def test_keys_that_are_not_chained_are_compared_one_by_one(tree):
+    """An engine that repeats one key must not stop the node, and is given no more than what agrees."""
+    text = keys("a") * 4
+    row = tree.publish(text, 0, 4)
+    assert tree.index.match_whole(text * 2, 8).spans == (row, row)
+    assert tree.index.match_whole(text + keys(*"bcd") + keys("a"), 8).spans == (row,)
