@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from kvmanager.core.admission import Demands, check, device_slabs_free, growth_promise, span_orders, update_promise
 from kvmanager.core.events import Open, Opened
@@ -179,15 +182,18 @@ def _demands(group: Group, request: Request, shapes: list[_Shape]) -> Demands:
             if group.spec.sparse is not None and page_class.name == group.spec.sparse.latent_class:
                 _demand_latents(group, chain, shape, demands)
                 continue
-            missing = sum(
-                chain.spec.span_pages(chain.table.order(row))
-                for row in shape.match.spans
-                if chain.table.copies[c, DEVICE, row] == CopyState.ABSENT
-            )
-            demands.add_now(page_class.device_pool, page_class.name, pages + missing)
+            missing = chain.widths(_absent(chain, c, shape.match.spans)).sum()
+            demands.add_now(page_class.device_pool, page_class.name, pages + int(missing))
         for pool, slabs in growth_promise(group, chain.spec, request.most_tokens - end).items():
             demands.of(pool).later_slabs += slabs
     return demands
+
+
+def _absent(chain: Chain, page_class: int, rows: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Those of the spans that have no device copy of a class."""
+    index = np.asarray(rows, np.int64)
+    absent: npt.NDArray[np.int64] = index[chain.table.copies[page_class, DEVICE, index] == CopyState.ABSENT]
+    return absent
 
 
 def _end_token(chain: Chain, shape: _Shape) -> int:
@@ -226,10 +232,12 @@ def _tail_start(group: Group, chain: Chain, shape: _Shape) -> int:
 
 def _take_pages(state: State, group: Group, request: Request, shapes: list[_Shape]) -> None:
     for part, shape in zip(request.chains, shapes, strict=True):
-        for first, order in shape.new:
-            row = part.chain.table.add(first, order, state.now, request.namespace)
-            part.chain.table.pin([row])
-            part.rows.append(row)
+        if shape.new:
+            firsts = np.asarray([first for first, _ in shape.new], np.int64)
+            orders = [order for _, order in shape.new]
+            rows = part.chain.table.add_many(firsts, orders, state.now, request.namespace)
+            part.chain.table.pin(rows)
+            part.rows += rows.tolist()
         for c in range(len(part.chain.spec.classes)):
             _take_class(state, group, request, part, c, shape)
 
@@ -260,9 +268,7 @@ def _take_class(
                 retry_after_ns=state.limits.retry_after_ns,
             )
         chain.put_many(page_class, tier, rows, pages)
-    reads_host = host_rows or any(
-        chain.table.copies[page_class, DEVICE, row] == CopyState.ABSENT for row in part.rows[: part.shared]
-    )
+    reads_host = host_rows or len(_absent(chain, page_class, part.rows[: part.shared]))
     if group.spec.sparse is not None and name == group.spec.sparse.latent_class and reads_host:
         take_hot(state, group, request)
 
@@ -310,16 +316,13 @@ def _onboard_missing(state: State, group: Group, request: Request, number: int) 
     chain = part.chain
     who = (request.engine, request.epoch, request.request_id)
     for c in range(len(chain.spec.classes)):
-        absent = []
-        for row in part.rows[: part.shared]:
-            copy = chain.table.copies[c, DEVICE, row]
-            if copy == CopyState.ABSENT:
-                absent.append(row)
-            elif copy == CopyState.FILLING:
-                under_way = onboard_in_flight(state, group, number, row)
-                assert under_way is not None, "a published span is being filled by nobody"
-                under_way[1].waiters.append(who)
-                request.waiting_on.add(under_way[0])
+        shared = np.asarray(part.rows[: part.shared], np.int64)
+        for row in shared[chain.table.copies[c, DEVICE, shared] == CopyState.FILLING].tolist():
+            under_way = onboard_in_flight(state, group, number, row)
+            assert under_way is not None, "a published span is being filled by nobody"
+            under_way[1].waiters.append(who)
+            request.waiting_on.add(under_way[0])
+        absent = _absent(chain, c, part.rows[: part.shared]).tolist()
         if not absent:
             continue
         name = chain.spec.classes[c].name

@@ -175,15 +175,15 @@ class Reclaimer:
             if self._drop_clean(chain, pool, want) or self._evict_leaves(chain, pool, want):
                 return
 
-    def _ordered(self, chain: Chain, rows: BoolArray) -> list[int]:
-        """The rows as the policy ranks them, first victim first."""
+    def _ordered(self, chain: Chain, rows: BoolArray) -> RowArray:
+        """The rows as the policy ranks them, first victim first; int64."""
         index, table = np.flatnonzero(rows), chain.table
         owner = table.owner[index]
         numbers, which = np.unique(owner, return_inverse=True)
         rate = self._group.sessions.indexes(numbers, self._now())[which.reshape(-1)]
         candidates = Candidates(table.last_used[index], table.first_token[index], owner, table.dead[index], rate)
         order = children_first(self._group.policy(candidates), index, table.parent)
-        ranked: list[int] = index[order].tolist()
+        ranked: RowArray = index[order]
         return ranked
 
     def _drop_clean(self, chain: Chain, pool: Pool, want: Want) -> bool:
@@ -191,7 +191,7 @@ class Reclaimer:
         for page_class, tier in _in_pool(chain, pool):
             if tier != DEVICE or not chain.has_host(page_class):
                 continue
-            rows = np.asarray(self._ordered(chain, idle(chain) & clean(chain, page_class)), np.int64)
+            rows = self._ordered(chain, idle(chain) & clean(chain, page_class))
             enough = pool.gives_until_fit(want, _given(chain, [(page_class, DEVICE)], rows), len(rows))
             chain.free_copies(page_class, DEVICE, rows[:enough])
             self._counters["reclaim"] += len(rows[:enough])
@@ -220,7 +220,7 @@ class Reclaimer:
 
     def _leaves(self, chain: Chain, pool: Pool, want: Want) -> tuple[RowArray, bool]:
         """Spans to be evicted one after the other, in order, and whether the want fits then: as few as do, or all."""
-        ordered = np.asarray(self._ordered(chain, self._reachable(chain, pool)), np.int64)
+        ordered = self._ordered(chain, self._reachable(chain, pool))
         # The first few are looked at alone: mostly they will do, and the others may be ten thousands.
         some = 2 * pool.lacking_slabs(want)
         for candidates in (ordered[:some], ordered):

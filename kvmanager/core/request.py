@@ -64,8 +64,7 @@ class RequestChain:
         spec, table = self.chain.spec, self.chain.table
         rows = self.rows[first:]
         index = np.asarray(rows, np.int64)
-        widths = [spec.span_pages(table.order(row)) for row in rows]
-        keep = np.arange(table.widest) < np.asarray(widths, np.int64).reshape(-1, 1)
+        keep = np.arange(table.widest) < self.chain.widths(index).reshape(-1, 1)
         pages: dict[str, tuple[Int64Array, Int64Array]] = {}
         for c, page_class in enumerate(spec.classes):
             device = table.pages[c, DEVICE, index]
