@@ -13,7 +13,7 @@ from kvmanager.core.group import Group
 from kvmanager.core.pool import Pool
 from kvmanager.core.reclaim import clean, idle, reclaimable_slabs
 from kvmanager.core.request import Request
-from kvmanager.core.spans import DEVICE, HOST, CopyState
+from kvmanager.core.spans import DEVICE, HOST
 from kvmanager.core.spec import ChainSpec
 from kvmanager.core.state import State
 from kvmanager.errors import PoolExhausted
@@ -76,10 +76,8 @@ def outstanding_promise(group: Group, request: Request) -> dict[str, int]:
         if group.spec.sparse is None:
             continue
         c = group.class_index(part.chain, group.spec.sparse.latent_class)
-        rows = np.asarray(part.rows, np.int64)
-        missing = rows[part.chain.table.copies[c, HOST, rows] == CopyState.ABSENT]
-        pages = int(part.chain.table.segments[missing].sum()) // part.chain.spec.ranks
-        add(part.chain.spec.classes[c].host_pool, pages)
+        missing = part.chain.absent(c, HOST, part.rows)
+        add(part.chain.spec.classes[c].host_pool, int(part.chain.widths(missing).sum()))
         if len(request.hot) == 0:
             add(part.chain.spec.classes[c].device_pool, group.spec.sparse.hot_slabs)
     return promise
@@ -119,9 +117,15 @@ def _check_pool(state: State, group: Group, pool: Pool, demand: Demand) -> None:
             needed=needed,
             free=pool.slabs,
         )
-    reachable = pool.free_slabs + reclaimable_slabs(group, pool)
     slack = int((state.limits.overcommit - 1.0) * pool.slabs)
-    if now <= reachable and needed <= reachable - pool.promised_slabs + slack:
+
+    def enough(reachable: int) -> bool:
+        return now <= reachable and needed <= reachable - pool.promised_slabs + slack
+
+    if enough(pool.free_slabs):
+        return  # what could be reclaimed is counted over all spans, so only when it matters
+    reachable = pool.free_slabs + reclaimable_slabs(group, pool)
+    if enough(reachable):
         return
     free = max(reachable - pool.promised_slabs, 0)
     if pool.tier == "device":
@@ -182,5 +186,5 @@ def device_slabs_free(group: Group, pool: Pool) -> int:
         for c, page_class in enumerate(chain.spec.classes):
             if chain.has_host(c) and chain.pool(c, DEVICE) is pool and pool.per_slab(page_class.name) == 1:
                 rows = np.flatnonzero(idle(chain) & clean(chain, c))
-                slabs += sum(chain.spec.span_pages(chain.table.order(int(row))) for row in rows)
+                slabs += int(chain.widths(rows).sum())
     return slabs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +75,12 @@ class Chain:
         if self.spec.placement is Placement.REPLICATED:
             return segments
         return segments // self.spec.ranks
+
+    def absent(self, page_class: int, tier: int, rows: Sequence[int]) -> RowArray:
+        """Those of the spans that have no copy of a class in a tier, int64."""
+        index = np.asarray(rows, np.int64)
+        missing: RowArray = index[self.table.copies[page_class, tier, index] == CopyState.ABSENT]
+        return missing
 
     def put(self, page_class: int, tier: int, row: int, pages: PageArray) -> None:
         """Attaches taken pages as a copy that is being filled."""

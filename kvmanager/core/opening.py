@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvmanager.core.admission import Demands, check, device_slabs_free, growth_promise, span_orders, update_promise
 from kvmanager.core.events import Open, Opened
@@ -182,18 +181,11 @@ def _demands(group: Group, request: Request, shapes: list[_Shape]) -> Demands:
             if group.spec.sparse is not None and page_class.name == group.spec.sparse.latent_class:
                 _demand_latents(group, chain, shape, demands)
                 continue
-            missing = chain.widths(_absent(chain, c, shape.match.spans)).sum()
+            missing = chain.widths(chain.absent(c, DEVICE, shape.match.spans)).sum()
             demands.add_now(page_class.device_pool, page_class.name, pages + int(missing))
         for pool, slabs in growth_promise(group, chain.spec, request.most_tokens - end).items():
             demands.of(pool).later_slabs += slabs
     return demands
-
-
-def _absent(chain: Chain, page_class: int, rows: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Those of the spans that have no device copy of a class."""
-    index = np.asarray(rows, np.int64)
-    absent: npt.NDArray[np.int64] = index[chain.table.copies[page_class, DEVICE, index] == CopyState.ABSENT]
-    return absent
 
 
 def _end_token(chain: Chain, shape: _Shape) -> int:
@@ -214,11 +206,7 @@ def _demand_latents(group: Group, chain: Chain, shape: _Shape, demands: Demands)
     demands.add_now(page_class.device_pool, page_class.name, resident)
     demands.of(page_class.device_pool).later_slabs += sparse.hot_slabs
     host = sum(chain.spec.span_pages(order) for _, order in shape.new)
-    host += sum(
-        chain.spec.span_pages(chain.table.order(row))
-        for row in shape.match.spans
-        if chain.table.copies[c, HOST, row] == CopyState.ABSENT
-    )
+    host += int(chain.widths(chain.absent(c, HOST, shape.match.spans)).sum())
     demands.of(page_class.host_pool).later_slabs += host
 
 
@@ -268,7 +256,7 @@ def _take_class(
                 retry_after_ns=state.limits.retry_after_ns,
             )
         chain.put_many(page_class, tier, rows, pages)
-    reads_host = host_rows or len(_absent(chain, page_class, part.rows[: part.shared]))
+    reads_host = host_rows or len(chain.absent(page_class, DEVICE, part.rows[: part.shared]))
     if group.spec.sparse is not None and name == group.spec.sparse.latent_class and reads_host:
         take_hot(state, group, request)
 
@@ -284,7 +272,7 @@ def _host_placed(
     assert sparse is not None
     chain = part.chain
     new = part.rows[part.shared :]
-    widths = [chain.spec.span_pages(chain.table.order(row)) for row in new]
+    widths = chain.widths(new).tolist()
     tail = _tail_start(group, chain, shape)
     pool = chain.pool(page_class, DEVICE)
     indexers = {c.name: sum(widths) for c in chain.spec.classes if c.name != sparse.latent_class}
@@ -322,7 +310,7 @@ def _onboard_missing(state: State, group: Group, request: Request, number: int) 
             assert under_way is not None, "a published span is being filled by nobody"
             under_way[1].waiters.append(who)
             request.waiting_on.add(under_way[0])
-        absent = _absent(chain, c, part.rows[: part.shared]).tolist()
+        absent = chain.absent(c, DEVICE, part.rows[: part.shared]).tolist()
         if not absent:
             continue
         name = chain.spec.classes[c].name

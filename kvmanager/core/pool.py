@@ -13,7 +13,7 @@ fate may still touch it. Pins, copies in flight and clean or dirty are overlays 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -198,8 +198,3 @@ class Pool:
     def capacity_bytes(self) -> int:
         """Bytes over all ranks."""
         return self.capacity_units * self.unit_bytes * self.ranks
-
-    def unit_states(self) -> Iterator[tuple[str, npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
-        """(class, state, slab owner) arrays for the map, one entry a page and a slab."""
-        for name, space in self.spaces.items():
-            yield name, space.state, self._slabs.owner

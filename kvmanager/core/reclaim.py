@@ -161,19 +161,20 @@ class Reclaimer:
             return True
         if lacking > reclaimable_slabs(self._group, pool):
             return False  # forgetting all that may be forgotten would not help, so nothing is
-        chains = self._group.chains
-        return any(self._drop_clean(chain, pool, want) for chain in chains) or any(
-            self._evict_leaves(chain, pool, want) for chain in chains
-        )
+        return self._free(pool, want)
 
     def trim(self, pool: Pool, free_slabs: int) -> None:
         """Frees until `free_slabs` slabs are free, or nothing more may go."""
         want = Want({}, free_slabs)
-        if pool.lacking_slabs(want) <= 0:
-            return
-        for chain in self._group.chains:
-            if self._drop_clean(chain, pool, want) or self._evict_leaves(chain, pool, want):
-                return
+        if pool.lacking_slabs(want) > 0:
+            self._free(pool, want)
+
+    def _free(self, pool: Pool, want: Want) -> bool:
+        """Clean device copies of all chains, then leaves, until the want fits; False when all were not enough."""
+        chains = self._group.chains
+        return any(self._drop_clean(chain, pool, want) for chain in chains) or any(
+            self._evict_leaves(chain, pool, want) for chain in chains
+        )
 
     def _ordered(self, chain: Chain, rows: BoolArray) -> RowArray:
         """The rows as the policy ranks them, first victim first; int64."""

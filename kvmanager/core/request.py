@@ -56,8 +56,7 @@ class RequestChain:
 
     def first_page(self, ordinal: int) -> int:
         """Page ordinal, within the request, of the first page of its `ordinal`-th span."""
-        spec, table = self.chain.spec, self.chain.table
-        return sum(spec.span_pages(table.order(row)) for row in self.rows[:ordinal])
+        return int(self.chain.widths(self.rows[:ordinal]).sum())
 
     def table_from(self, first: int) -> SpanRunTable:
         """The spans from ordinal `first` on, as the worker needs them; host pages only where the copy has landed."""
