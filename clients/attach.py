@@ -16,10 +16,8 @@ from kvmanager.errors import DaemonError, KVError, NotReady, PeerUnreachable, Un
 from kvmanager.framing import receive_json, send_json
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import ATTACH_SOCKET
-from kvmanager.wire import error_from_proto
+from kvmanager.wire import MESSAGE_MAX_BYTES, TOKEN_METADATA_KEY, error_from_proto
 
-TOKEN_METADATA_KEY: Final = "kvmanager-token"
-MESSAGE_MAX_BYTES: Final = 64 << 20
 ATTACH_TIMEOUT_S: Final = 10.0
 
 

@@ -19,7 +19,6 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -29,7 +28,7 @@ from typing import Final
 
 from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, PeerUnreachable, Suspect, Unauthorized
 from kvmanager.framing import MAX_JSON_BYTES, Frame, FrameReader, json_object, send_json
-from kvmanager.runtime_dir import ATTACH_SOCKET, bind_socket, make_private_dir
+from kvmanager.runtime_dir import ATTACH_SOCKET, bind_socket, make_private_dir, peer_credentials
 
 ROLES: Final = ("engine", "worker", "operator", "peer")
 NAME_MAX_CHARS: Final = 200
@@ -39,7 +38,6 @@ HELLO_DEADLINE_S: Final = 5.0
 """A connection that has not said who it is by then is closed."""
 
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in Python's socket module
-_UCRED: Final = struct.Struct("iII")
 _log = logging.getLogger(__name__)
 
 
@@ -332,7 +330,7 @@ def _error_frame(error: KVError) -> dict[str, object]:
 
 def read_peer(channel: socket.socket) -> Peer:
     """Who is at the other end. Raises ProcessLookupError when it is gone already."""
-    pid, uid, _ = _UCRED.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    pid, uid = peer_credentials(channel)
     try:
         raw = channel.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
     except OSError as error:

@@ -10,9 +10,8 @@ import grpc
 
 from kvmanager.attach import ClientIdentity
 from kvmanager.errors import KVError, Suspect, Unauthorized
-from kvmanager.wire import abort_with
+from kvmanager.wire import TOKEN_METADATA_KEY, abort_with
 
-TOKEN_KEY = "kvmanager-token"
 Reply = TypeVar("Reply")
 
 
@@ -32,9 +31,11 @@ class Callers:
 
     def who(self, context: grpc.ServicerContext, *roles: str) -> ClientIdentity:
         """The caller. Raises Unauthorized without a valid token, or with a role not among `roles`."""
-        token = dict(context.invocation_metadata()).get(TOKEN_KEY)
+        token = dict(context.invocation_metadata()).get(TOKEN_METADATA_KEY)
         if not isinstance(token, str):
-            raise Unauthorized(f"no {TOKEN_KEY!r} in the call's metadata; attach on the node's attach socket first")
+            raise Unauthorized(
+                f"no {TOKEN_METADATA_KEY!r} in the call's metadata; attach on the node's attach socket first"
+            )
         identity = self._identities.identity_of(token)
         if identity.role not in roles:
             raise Unauthorized(f"role {identity.role!r} may not make this call; it is for {', '.join(roles)}")

@@ -32,10 +32,11 @@ from kvmanager.core.events import AbandonTicket, Drain, Effect, Notified, StartP
 from kvmanager.core.eviction import POLICIES
 from kvmanager.core.node import Node
 from kvmanager.deposits import KeeperLink
-from kvmanager.engine_service import MESSAGE_BYTES, EngineService, Gate
+from kvmanager.engine_service import EngineService, Gate
 from kvmanager.errors import ConfigError, DaemonError, KVError, NotReady
 from kvmanager.groups import core_limits, plan_memory
 from kvmanager.handoff import Handoffs
+from kvmanager.keeper import EXIT_CONFIG, EXIT_FAILED
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership
 from kvmanager.memory import NodeRegions
@@ -45,11 +46,10 @@ from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.runtime_dir import GRPC_SOCKET, make_private_dir
 from kvmanager.sessions import SessionHub
+from kvmanager.wire import MESSAGE_MAX_BYTES
 from kvmanager.worker_service import WorkerService
 
-EXIT_FAILED = 1
 EXIT_INVARIANT = 77
-EXIT_CONFIG = 78
 STREAM_THREADS = 64
 """Concurrent calls; each open session holds one."""
 DRAIN_S = 10.0
@@ -132,8 +132,8 @@ class Daemon:
             # More are refused with RESOURCE_EXHAUSTED; without the limit they would wait for a thread, unanswered.
             maximum_concurrent_rpcs=STREAM_THREADS,
             options=[
-                ("grpc.max_receive_message_length", MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", MESSAGE_MAX_BYTES),
+                ("grpc.max_send_message_length", MESSAGE_MAX_BYTES),
                 ("grpc.so_reuseport", 0),
             ],
         )

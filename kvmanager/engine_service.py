@@ -21,10 +21,8 @@ from kvmanager.messages import register_event, step_event
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.sessions import SessionHub, SessionStream
-from kvmanager.units import MIB
-from kvmanager.wire import abort_with
+from kvmanager.wire import MESSAGE_MAX_BYTES, abort_with
 
-MESSAGE_BYTES = 64 * MIB
 PAGES_PER_CALL = 1 << 20
 _log = logging.getLogger("kvmanager.engine")
 
@@ -93,7 +91,7 @@ class EngineService(pb_grpc.EngineServicer):
             boot_id=self._boot_id,
             epoch=answer.epoch,
             limits=pb.Limits(
-                message_bytes=MESSAGE_BYTES,
+                message_bytes=MESSAGE_MAX_BYTES,
                 requests_per_step=limits.requests_per_step,
                 pages_per_call=PAGES_PER_CALL,
                 stored_replies=limits.stored_replies,

@@ -29,6 +29,7 @@ from typing import Final
 
 from kvmanager.allocators.backing import check_sealed, map_fd
 from kvmanager.errors import ConfigError, Draining, InvalidArgument, KVError, NotReady
+from kvmanager.keeper import EXIT_CONFIG
 from kvmanager.moverendpoint import MoverEndpoint
 from kvmanager.moverlink import mover_socket
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -265,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
         mover = Mover(options.runtime_dir, options.device, UcxSettings(options.ucx_transports, options.ucx_devices))
     except ConfigError as error:
         print(f"kvmanager mover: {error}", file=sys.stderr)
-        return 78
+        return EXIT_CONFIG
     if options.parent_fd is not None:
         mover.watch_parent(options.parent_fd)
     elif os.getppid() != 0:  # 0: the parent lives outside this container

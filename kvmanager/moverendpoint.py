@@ -11,7 +11,6 @@ import logging
 import os
 import selectors
 import socket
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,11 +22,10 @@ from google.protobuf.message import DecodeError
 from kvmanager.errors import InvalidArgument, KVError, StaleBoot
 from kvmanager.framing import Frame, FrameReader, FrameWriter
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.runtime_dir import bind_socket
+from kvmanager.runtime_dir import bind_socket, peer_credentials
 
 KEPT_COMPLETIONS: Final = 16_384
 """Sent ones, kept for a daemon that lost them in its crash; those never sent are all kept."""
-_PEERCRED: Final = struct.Struct("3i")
 _LAST_FLUSH_S: Final = 0.5
 _log = logging.getLogger("kvmanager.mover")
 
@@ -120,7 +118,7 @@ class MoverEndpoint:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        _, uid, _ = _PEERCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))
+        _, uid = peer_credentials(sock)
         if uid != os.getuid():
             _log.warning("refused a connection of uid %d", uid)
             sock.close()
@@ -140,7 +138,8 @@ class MoverEndpoint:
             frames = connection.reader.receive(connection.socket)
             for number, frame in enumerate(frames):
                 if connection not in self._connections:
-                    _close_fds(frames[number:])
+                    for late in frames[number:]:
+                        late.close()
                     return
                 self._take(connection, frame)
             if connection.reader.ended:
@@ -179,7 +178,7 @@ class MoverEndpoint:
             self._follow_newest(connection, command.boot_id)
             answers = self._handle(command, frame.fds)
         finally:
-            _close_fds([frame])
+            frame.close()
         if command.WhichOneof("what") == "list_outstanding":
             answers = self._outbox.take_unseen(connection.number) + answers
         for event in answers:
@@ -201,9 +200,3 @@ class MoverEndpoint:
         if other is not None:
             _log.info("connection %d takes over from %d", connection.number, other.number)
             self._drop(other)
-
-
-def _close_fds(frames: list[Frame]) -> None:
-    for frame in frames:
-        for fd in frame.fds:
-            os.close(fd)

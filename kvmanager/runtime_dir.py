@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import stat
+import struct
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +14,7 @@ from kvmanager.errors import ConfigError
 
 ATTACH_SOCKET: Final = "attach.sock"
 GRPC_SOCKET: Final = "grpc.sock"
+_UCRED: Final = struct.Struct("iII")
 
 
 def make_private_dir(path: Path) -> None:
@@ -32,6 +34,12 @@ def make_private_dir(path: Path) -> None:
         raise ConfigError(f"the runtime directory {path} belongs to uid {found.st_uid}, not {os.getuid()}")
     if mode & 0o077:
         raise ConfigError(f"the runtime directory {path} has mode {mode:04o}; run: chmod 0700 {path}")
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process that connected, as the kernel noted them then."""
+    pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid
 
 
 def bind_socket(path: Path) -> socket.socket:

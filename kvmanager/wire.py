@@ -18,6 +18,7 @@ from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.errors import InvalidArgument, KVError, LayoutMismatch
 from kvmanager.layout import Component, KVLayout, Section
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.units import MIB
 
 if TYPE_CHECKING:
     # At run time grpc is imported where it is used: movers need this module and run without gRPC.
@@ -30,6 +31,10 @@ I64Array = npt.NDArray[np.int64]
 NO_PAGE: Final = 0xFFFFFFFF
 """In u32 page arrays: no page in that tier."""
 ERROR_METADATA_KEY: Final = "kvmanager-error-bin"
+TOKEN_METADATA_KEY: Final = "kvmanager-token"
+"""gRPC metadata that carries the session token."""
+MESSAGE_MAX_BYTES: Final = 64 * MIB
+"""Largest gRPC message either way."""
 _STRUCT_CODES: Final = {"<u4": "I", "<u8": "Q", "<i8": "q"}
 _MESSAGE_CHARS: Final = 2000
 """Of an error's text in gRPC metadata, which peers limit to 8 KiB in all."""
