@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 
 from kvmanager.core.plans import CopyPlan, StridedCopies
-from kvmanager.errors import Draining, InvalidArgument, KVError
 from kvmanager.geometry import Int64Array
+from kvmanager.transport.active_plans import ActivePlan, ActivePlans
 from kvmanager.transport.executor import ByteArray, Completion, Outcome, RegionMap
 from kvmanager.transport.runs import slices
 from kvmanager.units import KIB, MIB
@@ -33,40 +33,25 @@ _LOOP_BYTES: Final = 32 * KIB
 _LOOP_COPIES: Final = 4
 
 
-@dataclass
-class _Active:
-    """A plan being carried out. `work`: what is left; `ended`: set when no more of it will be started."""
+@dataclass(kw_only=True)
+class _Active(ActivePlan):
+    """`work`: what is left."""
 
-    plan: CopyPlan
     work: Iterator[StridedCopies]
     total_bytes: int
-    moved_bytes: int = 0
-    busy_ns: int = 0
-    ended: tuple[Outcome, KVError | None] | None = None
 
 
-class CpuExecutor:
+class CpuExecutor(ActivePlans[_Active]):
     """Plans in turn, a slice each, so a long one delays others by slices only (see `Executor`)."""
 
     def __init__(self, regions: RegionMap, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._regions = regions
+        super().__init__(regions)
         self._clock_ns = clock_ns
-        self._active: dict[int, _Active] = {}
         self._turns: deque[int] = deque()
-        self._closed = False
 
     def submit(self, plan: CopyPlan) -> None:
         """See `Executor.submit`. Bounds of the whole plan are checked before a byte moves."""
-        if self._closed:
-            raise Draining(f"plan {plan.plan_id}: this executor is closed")
-        if plan.plan_id in self._active:
-            raise InvalidArgument(f"plan {plan.plan_id} is outstanding already")
-        active = _Active(plan, _work(plan), plan.total_bytes)
-        try:
-            self._regions.check(plan)
-        except InvalidArgument as error:
-            active.ended = (Outcome.FAILED, error)
-        self._active[plan.plan_id] = active
+        self._take(_Active(plan=plan, work=_work(plan), total_bytes=plan.total_bytes))
         self._turns.append(plan.plan_id)
 
     def poll(self) -> list[Completion]:
@@ -97,32 +82,6 @@ class CpuExecutor:
             spent += max(piece.total_bytes / SLICE_BYTES, piece.runs / SLICE_RUNS, _LEAST_SLICE)
         active.busy_ns += self._clock_ns() - started
         return spent
-
-    def _end(self, active: _Active) -> Completion:
-        assert active.ended is not None
-        del self._active[active.plan.plan_id]
-        outcome, error = active.ended
-        return Completion(active.plan.plan_id, outcome, active.moved_bytes, active.busy_ns, error)
-
-    def cancel(self, plan_id: int) -> None:
-        """See `Executor.cancel`. A slice is never interrupted, so nothing is in flight afterwards."""
-        active = self._active.get(plan_id)
-        if active is not None and active.ended is None:
-            active.ended = (Outcome.CANCELLED, None)
-
-    def __contains__(self, plan_id: int) -> bool:
-        """Whether the plan is outstanding."""
-        return plan_id in self._active
-
-    def outstanding(self) -> list[int]:
-        """See `Executor.outstanding`."""
-        return list(self._active)
-
-    def close(self) -> None:
-        """See `Executor.close`: what is unfinished is CANCELLED."""
-        self._closed = True
-        for plan_id in self._active:
-            self.cancel(plan_id)
 
 
 def _work(plan: CopyPlan) -> Iterator[StridedCopies]:

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from kvmanager.core.plans import CopyPlan
-from kvmanager.errors import Draining, InvalidArgument, KVError
+from kvmanager.transport.active_plans import ActivePlan, ActivePlans
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.nixl import NixlReader, ReadResult
 from kvmanager.transport.runs import Runs, plan_runs
@@ -24,18 +24,16 @@ READ_RUNS: Final = 1_024
 DEADLINE_NS: Final = 30 * SECOND_NS
 
 
-@dataclass
-class _Active:
-    plan: CopyPlan
+@dataclass(kw_only=True)
+class _Active(ActivePlan):
+    """`reads`: what is left, `read_id`: the one under way. `deadline_ns` runs from the first read on."""
+
     reads: deque[Runs]
     deadline_ns: int | None = None
     read_id: int | None = None
-    moved_bytes: int = 0
-    busy_ns: int = 0
-    ended: tuple[Outcome, KVError | None] | None = None
 
 
-class NixlExecutor:
+class NixlExecutor(ActivePlans[_Active]):
     """Runs plans from the regions of one peer into regions of this process (see `Executor`).
 
     `addresses`: source region id -> (address in the peer, bytes). Each plan has `deadline_ns` from its first read on.
@@ -50,30 +48,21 @@ class NixlExecutor:
         deadline_ns: int = DEADLINE_NS,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        super().__init__(regions)
         self._reader = reader
-        self._regions = regions
         self._peer = peer
         self._addresses = addresses
         self._deadline_ns = deadline_ns
         self._clock_ns = clock_ns
-        self._active: dict[int, _Active] = {}
         self._reading: dict[int, _Active] = {}
-        self._closed = False
 
     def submit(self, plan: CopyPlan) -> None:
         """See `Executor.submit`."""
-        if self._closed:
-            raise Draining(f"plan {plan.plan_id}: this executor is closed")
-        if plan.plan_id in self._active:
-            raise InvalidArgument(f"plan {plan.plan_id} is outstanding already")
-        active = self._active[plan.plan_id] = _Active(plan, deque())
-        try:
-            self._regions.check(plan, self._source_sizes())
-        except InvalidArgument as error:
-            active.ended = (Outcome.FAILED, error)
-            return
-        for runs in plan_runs(plan):
-            active.reads.extend(_reads(runs))
+        active = _Active(plan=plan, reads=deque())
+        self._take(active, self._source_sizes())
+        if active.ended is None:
+            for runs in plan_runs(plan):
+                active.reads.extend(_reads(runs))
 
     def _source_sizes(self) -> dict[int, int]:
         return {region: size for region, (_, size) in self._addresses.items()}
@@ -81,7 +70,7 @@ class NixlExecutor:
     def poll(self) -> list[Completion]:
         """See `Executor.poll`: one read a plan and call."""
         for result in self._reader.poll():
-            self._take(result)
+            self._landed(result)
         for active in self._active.values():
             if active.read_id is None and active.ended is None:
                 self._start_next(active)
@@ -106,35 +95,13 @@ class NixlExecutor:
         )
         self._reading[active.read_id] = active
 
-    def _take(self, result: ReadResult) -> None:
+    def _landed(self, result: ReadResult) -> None:
         active = self._reading.pop(result.read_id)
         active.read_id = None
         active.moved_bytes += result.moved_bytes
         active.busy_ns += result.busy_ns
         if result.outcome is not Outcome.DONE:
             active.ended = (result.outcome, result.error)
-
-    def _end(self, active: _Active) -> Completion:
-        assert active.ended is not None
-        del self._active[active.plan.plan_id]
-        outcome, error = active.ended
-        return Completion(active.plan.plan_id, outcome, active.moved_bytes, active.busy_ns, error)
-
-    def cancel(self, plan_id: int) -> None:
-        """See `Executor.cancel`. A read in flight goes on to its end or its deadline first."""
-        active = self._active.get(plan_id)
-        if active is not None and active.ended is None:
-            active.ended = (Outcome.CANCELLED, None)
-
-    def outstanding(self) -> list[int]:
-        """See `Executor.outstanding`."""
-        return list(self._active)
-
-    def close(self) -> None:
-        """See `Executor.close`. The reader stays: it belongs to the caller."""
-        self._closed = True
-        for plan_id in self._active:
-            self.cancel(plan_id)
 
 
 def _reads(runs: Runs) -> list[Runs]:
