@@ -84,6 +84,8 @@ def _end_session(group: Group, record: SessionRecord) -> None:
 def sweep(state: State) -> None:
     """Forgets sessions that hold nothing and stayed away; bounded work, on every tick."""
     for group in state.groups.values():
+        if len(group.sessions) == 0:
+            continue
         holding: set[int] = set()
         for chain in group.chains:
             holding.update(np.unique(chain.table.owner[chain.table.live]).tolist())
