@@ -17,6 +17,7 @@ from typing import Final
 import grpc
 
 from kvmanager.errors import DaemonError, KVError, LimitExceeded, NotReady, Suspect
+from kvmanager.killpoints import reach
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.units import MILLISECOND_NS
@@ -211,7 +212,9 @@ class EngineClient:
             if self._stream is None or self._stream is self._ended:
                 self._stream = _Stream(self._engine_stub, self._deliver, self._note_end)
             stream = self._stream
+        reach("engine.step.before_send")
         stream.send(message)
+        reach("engine.step.after_send")
         with self._changed:
             self._wait(lambda: message.number in self._inbox.replies or self._ended is stream, deadline, message.number)
             return None if message.number in self._inbox.replies else stream

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvmanager.clients.attach import Attachment, attach, grpc_channel
 from kvmanager.errors import InvalidArgument, KVError, TransferFailed
+from kvmanager.killpoints import reach
 from kvmanager.layout import KVLayout
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
@@ -79,7 +80,9 @@ class WorkerRank:
         before it; elsewhere the interpreter's lock release between two calls is the barrier.
         """
         assert value >= int(self._timeline[self._word]), f"timeline of attach {self.attach_id} would go back"
+        reach("worker.timeline.before_raise")
         self._timeline[self._word] = value
+        reach("worker.timeline.after_raise")
 
     def detach(self) -> None:
         """A clean leave. Raises the daemon's typed error."""

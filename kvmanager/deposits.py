@@ -19,6 +19,7 @@ from typing import Any
 
 from kvmanager.errors import DaemonError, InvalidArgument, PeerUnreachable, RequestError
 from kvmanager.framing import MAX_JSON_BYTES, FrameReader, json_object, receive_json, send_json
+from kvmanager.killpoints import reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +83,17 @@ class DepositBox:
         match payload:
             case {"op": "deposit", "name": str(name), "size": int(size)}:
                 self._take(name, size, fds)
+                reach("keeper.deposit")
                 send_json(channel, {"op": "deposit"})
             case {"op": "forget", "name": str(name)}:
                 if name not in self._held:
                     raise InvalidArgument(f"nothing called {name!r} is deposited; held are {sorted(self._held)}")
                 os.close(self._held.pop(name).fd)
+                reach("keeper.forget")
                 send_json(channel, {"op": "forget"})
             case {"op": "reclaim"}:
                 send_json(channel, {"op": "reclaim", "count": len(self._held)})
+                reach("keeper.reclaim")
                 for held in self._held.values():
                     send_json(channel, {"op": "held", "name": held.name, "size": held.size_bytes}, [held.fd])
             case _:

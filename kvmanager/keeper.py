@@ -32,6 +32,7 @@ from typing import Final
 
 from kvmanager.deposits import DepositBox
 from kvmanager.errors import ConfigError, KVError
+from kvmanager.killpoints import reach
 from kvmanager.runtime_dir import make_private_dir
 
 EXIT_OK: Final = 0
@@ -150,6 +151,7 @@ class Keeper:
     def _launch(self, child: _Child) -> None:
         child.restart_at_s = None
         child.process = child.start()
+        reach("keeper.start_child")
         child.pidfd = os.pidfd_open(child.process.pid)
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._on_death(child))
         _log.info("started the %s, pid %d", child.name, child.process.pid)

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from kvmanager.core.events import Effect, Event, Replied, Step, Tick, TimelinesRead
 from kvmanager.core.node import Node
 from kvmanager.errors import KVError, NotReady
+from kvmanager.killpoints import reach
 
 TICK_S = 0.5
 """Time between ticks: leases expire with no new work."""
@@ -180,17 +181,21 @@ class OwnerLoop:
         self._apply(_Apply(TimelinesRead(self._timelines.read()), None))
 
     def _apply(self, work: _Apply) -> None:
+        reach("daemon.apply.before")
         try:
             effects = self._node.apply(work.event, time.monotonic_ns())
         except BaseException:
             work.refuse(_over())
             raise
+        reach("daemon.apply.after")
         for effect in effects:
             if isinstance(effect, Replied):
                 if work.answered is not None:
                     work.answered(effect.answer)
             else:
                 self._perform(effect)
+        if work.answered is not None:
+            reach("daemon.reply.after")
 
     def _look(self, work: _Inspect) -> None:
         try:

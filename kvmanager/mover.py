@@ -30,6 +30,7 @@ from typing import Final
 from kvmanager.allocators.backing import check_sealed, map_fd
 from kvmanager.errors import ConfigError, Draining, InvalidArgument, KVError, NotReady
 from kvmanager.keeper import EXIT_CONFIG
+from kvmanager.killpoints import reach
 from kvmanager.moverendpoint import MoverEndpoint
 from kvmanager.moverlink import mover_socket
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -98,13 +99,13 @@ class Mover:
         while self._stop_at_s is None or (self._outstanding() and time.monotonic() < self._stop_at_s):
             for key, _ in self._selector.select(self._wait_s()):
                 key.data()
-            self._complete(self._executor.poll())
+            self._complete(self._executor.poll(), "mover.plan.completed")
             if self._pulls is not None:
-                self._complete(self._pulls.poll())
+                self._complete(self._pulls.poll(), "mover.pull.ended")
         self._executor.close()
-        self._complete(self._executor.poll())
+        self._complete(self._executor.poll(), "mover.plan.completed")
         if self._pulls is not None:
-            self._complete(self._pulls.abandon())
+            self._complete(self._pulls.abandon(), "mover.pull.ended")
         self._endpoint.close()
 
     def _wait_s(self) -> float | None:
@@ -114,8 +115,9 @@ class Mover:
         wait = None if self._pulls is None else self._pulls.next_poll_s()
         return wait if self._stop_at_s is None else min(0.05, wait if wait is not None else 0.05)
 
-    def _complete(self, completions: list[Completion]) -> None:
+    def _complete(self, completions: list[Completion], kill_point: str) -> None:
         for completion in completions:
+            reach(kill_point)
             self._endpoint.complete(_completion_to_proto(completion))
 
     def _outstanding(self) -> list[int]:
@@ -175,9 +177,10 @@ class Mover:
             raise InvalidArgument(f"plan {plan_id} is outstanding already: ids are never used twice")
 
     def _refuse(self, plan_id: int, error: KVError) -> None:
-        self._complete([Completion(plan_id, Outcome.FAILED, 0, 0, error)])
+        self._endpoint.complete(_completion_to_proto(Completion(plan_id, Outcome.FAILED, 0, 0, error)))
 
     def _submit(self, message: pb.Plan) -> None:
+        reach("mover.plan.received")
         self._new_id(message.plan_id)
         try:
             if self._stop_at_s is not None:

@@ -23,6 +23,7 @@ from kvmanager.core.events import CopyOutcome, Event, MoverGone, PlanEnded
 from kvmanager.core.node import Node
 from kvmanager.core.plans import CopyPlan
 from kvmanager.errors import KVError, NotReady, PeerUnreachable
+from kvmanager.killpoints import reach
 from kvmanager.memory import NodeRegions
 from kvmanager.moverconnection import MoverConnection, MoverProcess
 from kvmanager.moverlink import MoverLink, mover_socket
@@ -160,8 +161,10 @@ class Mover:
         try:
             if isinstance(work, CopyPlan):
                 link.submit(work)
+                reach("daemon.plan.submitted")
             else:
                 link.pull(work)
+                reach("daemon.pull.begun")
         except PeerUnreachable:
             return None
         except KVError as error:  # too large for the wire
@@ -198,6 +201,7 @@ class Mover:
     def _heard(self, event: pb.MoverEvent) -> None:
         what = event.WhichOneof("what")
         if what == "completion":
+            reach("daemon.completion.received")
             completion = event.completion
             error = error_from_proto(completion.error) if completion.HasField("error") else None
             self._ended(completion.plan_id, _OUTCOMES[completion.outcome], error)

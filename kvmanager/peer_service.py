@@ -21,6 +21,7 @@ from kvmanager.core.events import (
 from kvmanager.core.node import Node
 from kvmanager.core.spec import GroupSpec
 from kvmanager.errors import LayoutMismatch, NotReady, StaleBoot, StalePage, UnknownLease
+from kvmanager.killpoints import reach
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership
 from kvmanager.messages import span_run
@@ -62,6 +63,7 @@ class PeerService(pb_grpc.PeerServicer):
         registration = self._membership.registration(engine, request.epoch)
         ticket_id = secrets.token_hex(16)
         answer: Exported = self._loop.call(ExportRequestKV(engine, request.epoch, request.request_id, ticket_id))
+        reach("daemon.ticket.exported")
         self._mover.warm_agent()  # whoever accepts the ticket needs it
         return pb.ExportReply(
             ticket=pb.Ticket(

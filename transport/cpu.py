@@ -17,6 +17,7 @@ import numpy as np
 
 from kvmanager.core.plans import CopyPlan, StridedCopies
 from kvmanager.geometry import Int64Array
+from kvmanager.killpoints import reach
 from kvmanager.transport.active_plans import ActivePlan, ActivePlans
 from kvmanager.transport.executor import ByteArray, Completion, Outcome, RegionMap
 from kvmanager.transport.runs import slices
@@ -79,6 +80,8 @@ class CpuExecutor(ActivePlans[_Active]):
                 break
             copy_piece(self._regions[piece.source_region], self._regions[piece.target_region], piece)
             active.moved_bytes += piece.total_bytes
+            if active.moved_bytes < active.total_bytes:
+                reach("mover.plan.half_copied")
             spent += max(piece.total_bytes / SLICE_BYTES, piece.runs / SLICE_RUNS, _LEAST_SLICE)
         active.busy_ns += self._clock_ns() - started
         return spent

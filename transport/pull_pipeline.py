@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from kvmanager.core.plans import CopyPlan
 from kvmanager.errors import Draining, InvalidArgument, KVError, TransferError, TransferFailed, TransferTimeout
+from kvmanager.killpoints import reach
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.nixl import NixlReader, ReadResult
@@ -186,6 +187,7 @@ class PullPipeline:
                 self._quarantine[result.read_id] = pull.spans[pull.chunk]
             pull.ended = (result.outcome, result.error)
         elif pull.ended is None:
+            reach("mover.pull.chunk_read")
             pull.placing = True
             self._placer.submit(replace(pull.request.chunks[pull.chunk].placement, plan_id=pull.request.pull_id))
 
@@ -195,6 +197,7 @@ class PullPipeline:
         pull.placing = False
         pull.busy_ns += completion.busy_ns
         if completion.outcome is Outcome.DONE:
+            reach("mover.pull.chunk_placed")
             pull.chunk += 1
         elif pull.ended is None:
             pull.ended = (completion.outcome, completion.error)
