@@ -48,6 +48,7 @@ def _writeback_ended(state: State, job: CopyJob, outcome: CopyOutcome) -> None:
     chain.table.busy[index] -= 1
     if ended_well(outcome):
         chain.set_states(job.page_class, HOST, index, CopyState.READY, PageState.READY)
+        chain.table.failures[index] = 0
         if group.spec.sparse is not None:
             for row in job.rows:
                 _mark_dirty(state, group, job.chain, row)
@@ -55,10 +56,24 @@ def _writeback_ended(state: State, job: CopyJob, outcome: CopyOutcome) -> None:
         for row in job.rows:
             _lose_copy(state, group, chain, (job.page_class, HOST, row), outcome)
     chain.release_unused(job.rows)
+    if not ended_well(outcome):
+        _try_again(state, group, job)
     if ended_well(outcome):
         state.counters["mirror" if group.spec.sparse else "offload"] += len(job.rows)
     else:
         update_promises(state, group)
+
+
+def _try_again(state: State, group: Group, job: CopyJob) -> None:
+    """Host copies that failed are wanted as before, a bounded number of times."""
+    table = group.chains[job.chain].table
+    rows = np.asarray(job.rows, np.int64)
+    rows = rows[table.live[rows]]
+    table.failures[rows] += 1
+    again = table.failures[rows] < state.limits.writeback_tries
+    group.writeback[job.chain].extend(rows[again].tolist())
+    state.counters["writeback_retry"] += int(again.sum())
+    state.counters["writeback_given_up"] += int((~again).sum())
 
 
 def _mark_dirty(state: State, group: Group, chain_number: int, row: int) -> None:

@@ -157,7 +157,9 @@ class Node:
             plan_ended(self.state, plan_id, CopyOutcome.CANCELLED, error)
             if isinstance(job, CopyJob) and job.target_tier == HOST:
                 # Nothing was wrong with these copies: they are wanted as before.
-                self.state.groups[job.group].writeback[job.chain].extend(job.rows)
+                wanting = self.state.groups[job.group]
+                wanting.chains[job.chain].table.failures[job.rows] = 0
+                wanting.writeback[job.chain].extend(job.rows)
         for group, pool, page_class, pages in self.state.quarantine:
             self.state.groups[group].pools[pool].give(page_class, pages)
         self.state.quarantine.clear()

@@ -348,3 +348,5 @@ def _count_hit(state: State, event: Open, request: Request, shapes: list[_Shape]
         state.counters["prefix_hit_tokens"] += request.cached_tokens
     if any(shape.match.donor != NO_SPAN for shape in shapes):
         state.counters["partial_span_reuse"] += 1
+        donated = min(shape.match.donor_segments for shape in shapes)
+        state.counters["partial_span_tokens"] += donated * request.chains[0].chain.spec.page_rows

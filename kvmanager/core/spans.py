@@ -39,6 +39,7 @@ class SpanTable:
     valid: leading segments that are committed and fenced (int32)
     pins: requests, tickets and donors that hold it (int32); who they are is theirs to know
     busy: plans in flight that read or write its pages (int32)
+    failures: how often its host copy failed, since one last arrived (int32)
     namespace: whose keys these are (int32)
     owner: number of the one session that used it, NO_OWNER, or SHARED by several (int32)
     dead: its session went on without it, or ended: it goes first (bool)
@@ -62,6 +63,7 @@ class SpanTable:
         self.valid = np.zeros(0, np.int32)
         self.pins = np.zeros(0, np.int32)
         self.busy = np.zeros(0, np.int32)
+        self.failures = np.zeros(0, np.int32)
         self.last_used = np.zeros(0, np.int64)
         self.namespace = np.zeros(0, np.int32)
         self.owner = np.zeros(0, np.int32)
@@ -79,7 +81,7 @@ class SpanTable:
         old = len(self.live)
         for name in (
             "live", "parent", "children", "first_token", "segments", "interleave", "valid", "pins", "busy",
-            "last_used", "namespace", "owner", "dead", "published",
+            "failures", "last_used", "namespace", "owner", "dead", "published",
         ):
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros(rows, array.dtype))))
@@ -106,6 +108,7 @@ class SpanTable:
         self.valid[row] = 0
         self.pins[row] = 0
         self.busy[row] = 0
+        self.failures[row] = 0
         self.last_used[row] = now
         self.namespace[row] = namespace
         self.owner[row] = owner
@@ -131,7 +134,9 @@ class SpanTable:
         del self._unused[len(self._unused) - count :]
         self.live[rows] = True
         self.parent[rows] = NO_SPAN
-        for column in (self.children, self.valid, self.pins, self.busy, self.dead, self.published):
+        for column in (
+            self.children, self.valid, self.pins, self.busy, self.failures, self.dead, self.published,
+        ):  # fmt: skip
             column[rows] = 0
         self.first_token[rows] = first_tokens
         self.segments[rows] = [order.segments for order in orders]

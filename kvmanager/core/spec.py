@@ -112,12 +112,18 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class Limits:
-    """Every limit of the core; the wire states them in RegisterReply."""
+    """Every limit of the core; the wire states them in RegisterReply.
+
+    plans_in_flight: host copies in flight, a chain. plans_beside_onboards: the same while a request waits for its
+    bytes, so that they have the link. writeback_tries: how often a span's host copy is tried in a row.
+    """
 
     requests_per_step: int = 4096
     stored_replies: int = 64
     unseen_notices: int = 1024
     plans_in_flight: int = 8
+    plans_beside_onboards: int = 1
+    writeback_tries: int = 3
     batch_spans: int = 32
     growth_cap_tokens: int = 65536
     overcommit: float = 1.0

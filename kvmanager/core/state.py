@@ -28,7 +28,7 @@ from kvmanager.geometry import Int64Array
 COUNTERS = (
     "prefix_hit", "prefix_hit_tokens", "prompt_tokens", "partial_span_reuse", "offload", "mirror", "onboard", "reclaim",
     "eviction", "spill", "draft_truncation", "handoff", "export", "refusal", "failed_plan", "expired_ticket",
-    "quarantined_copy", "request", "step",
+    "quarantined_copy", "request", "step", "partial_span_tokens", "writeback_retry", "writeback_given_up",
 )
 
 

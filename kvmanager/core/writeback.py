@@ -20,13 +20,26 @@ from kvmanager.core.state import CopyJob, State
 
 
 def pump_writeback(state: State, group: Group) -> None:
-    """Submits host copies, in the order in which spans became ready, within the plans-in-flight limit of a chain."""
+    """Submits host copies, in the order in which spans became ready, at the pace that `_most_in_flight` sets."""
     for number, queue in enumerate(group.writeback):
-        while queue and number not in group.blocked and _in_flight(state, group, number) < state.limits.plans_in_flight:
+        if not queue or number in group.blocked:
+            continue
+        most = _most_in_flight(state, group)
+        while queue and number not in group.blocked and _in_flight(state, group, number) < most:
             rows = _next_batch(state, group, number)
             if rows:
                 _submit(state, group, number, rows)
                 update_promises(state, group)
+
+
+def _most_in_flight(state: State, group: Group) -> int:
+    """Plans a chain may have in flight: few while a request waits for its bytes, which have the link first."""
+    waited_for = any(
+        isinstance(job, CopyJob) and job.group == group.spec.name and job.target_tier == DEVICE
+        for job in state.jobs.values()
+    )
+    limits = state.limits
+    return min(limits.plans_beside_onboards, limits.plans_in_flight) if waited_for else limits.plans_in_flight
 
 
 def _in_flight(state: State, group: Group, number: int) -> int:

@@ -75,6 +75,22 @@ def two_chains(regions: Regions, name: str, pages: int, host_pages: int, ranks: 
     return GroupSpec(name, ranks, PAGE_ROWS, FORMAT, (main, chain), pools + more)
 
 
+def replicated(regions: Regions, name: str, pages: int, host_pages: int, ranks: int) -> GroupSpec:
+    """Like a TP or PCP engine's group: every rank holds all tokens, the host holds them once."""
+    layout = native_layout(FORMAT, PAGE_ROWS)
+    device = regions.add(ranks, pages * layout.page_bytes)
+    host = regions.add(ranks, -(-host_pages // ranks) * layout.page_bytes)
+    hbm, ram = f"{name}/hbm", f"{name}/host"
+    page_class = PageClass("kv", layout, hbm, device, ram, host)
+    chain = ChainSpec("main", Placement.REPLICATED, ranks, PAGE_ROWS, SEQUENTIAL, SEQUENTIAL, (page_class,))
+    one = (("kv", 1),)
+    pools = (
+        PoolSpec(hbm, "device", ranks, pages, layout.page_bytes, one),
+        PoolSpec(ram, "host", 1, host_pages, layout.page_bytes, one),
+    )
+    return GroupSpec(name, ranks, PAGE_ROWS, FORMAT, (chain,), pools)
+
+
 def hisparse(
     regions: Regions, name: str, slabs: int, host_pages: int, arrival: TokenOrder = SOURCE_ORDER, hot: int = 2
 ) -> GroupSpec:

@@ -215,3 +215,54 @@ def test_a_run_with_known_spans_in_it_is_published_around_them():
     assert driver.pages("p/hbm", PageState.READY) == 5
     assert client.open(4, 5 * SPAN, "a").cached_tokens == 5 * SPAN - 64
     driver.leave(client)
+
+
+def test_a_copy_that_fails_is_tried_again_but_not_for_ever():
+    driver = Driver([sharded_group(8, 8)], Limits(writeback_tries=3))
+    client = Client(driver, "p")
+    client.open(1, 2 * SPAN, "a")
+    client.commit(1, 2 * SPAN)
+    client.run()
+    for tried in range(3):
+        (plan,) = driver.plans
+        driver.end(plan, CopyOutcome.FAILED)
+        assert driver.counters["writeback_retry"] == 2 * min(tried + 1, 2)
+    assert not driver.plans
+    assert driver.counters["writeback_given_up"] == 2
+    assert driver.pages("p/host", PageState.FREE) == 8
+    driver.apply(Tick())
+    assert not driver.plans, "time alone does not bring it back"
+    driver.leave(client)
+
+
+def test_a_failure_that_heals_is_forgotten():
+    driver = Driver([sharded_group(8, 8)], Limits(writeback_tries=2))
+    client = Client(driver, "p")
+    client.open(1, SPAN, "a")
+    client.commit(1, SPAN)
+    client.run()
+    driver.end(next(iter(driver.plans)), CopyOutcome.UNKNOWN_FATE)
+    assert driver.pages("p/host", PageState.QUARANTINED) == 1, "the next try goes to another page"
+    driver.end_all()
+    assert offloaded(driver) == [0]
+    table = driver.node.state.groups["p"].chains[0].table
+    assert not table.failures.any()
+    driver.leave(client)
+
+
+def test_write_back_steps_aside_while_a_request_waits_for_its_bytes():
+    driver = Driver([sharded_group(4, 16)], Limits(plans_in_flight=4, plans_beside_onboards=1, batch_spans=1))
+    client = Client(driver, "p")
+    client.serve(1, 4 * SPAN, "a")
+    client.serve(2, 2 * SPAN, "b")
+    client.serve(3, 2 * SPAN, "c")
+    assert client.open(4, SPAN + 1, "a").state == "waiting"
+    (onboard,) = driver.plans
+    client.open(5, 2 * SPAN, "d")
+    client.commit(5, 2 * SPAN)
+    client.run()
+    assert len(driver.plans) == 2, "one write-back beside the onboard"
+    driver.end(onboard)
+    assert len(driver.plans) == 2, "both spans of the last request"
+    driver.end_all()
+    driver.leave(client)
