@@ -22,6 +22,7 @@ from kvmanager.clients.admin import AdminClient, to_plain
 from kvmanager.config import NodeConfig
 from kvmanager.errors import ConfigError, KVError, NotReady
 from kvmanager.keeper import EXIT_CONFIG, EXIT_FAILED
+from kvmanager.sizing import size_of
 from kvmanager.units import format_bytes
 
 EXIT_UNREACHABLE: Final = 3
@@ -38,6 +39,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+config_app = typer.Typer(help="Look at a configuration without running it.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
 
 
 @contextmanager
@@ -115,6 +118,23 @@ def serve(
     command = [sys.executable, "-m", "kvmanager.keeper", "--config", str(config)]
     where = ["--runtime-dir", str(node.node.runtime_dir), "--device", node.node.device]
     os.execv(sys.executable, [*command, *where])
+
+
+@config_app.command("check")
+def config_check(
+    file: Annotated[Path, typer.Argument(help="The node's TOML file.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Length of a request: does it fit, and what does it take?")] = (
+        1_048_576
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Check a file, and show what it would allocate and which requests it can hold."""
+    with _one_line_errors():
+        sizing = size_of(NodeConfig.from_file(file), tokens)
+    if as_json:
+        _print_json(sizing.as_dict())
+    else:
+        Console(highlight=False).print(screens.sizing_screen(sizing))
 
 
 @app.command()

@@ -163,9 +163,9 @@ class OffloadSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSection:
-    """`[[group]]`: one memory group, either the shards of a DCP engine or a HiSparse decode rank.
+    """`[[group]]`: one memory group: shards of a DCP engine, equal copies on all its ranks, or a HiSparse decode rank.
 
-    The last four fields hold only for kind "hisparse" (0 in a sharded group).
+    The last four fields hold only for kind "hisparse" (0 in the others).
     """
 
     name: str
@@ -198,10 +198,10 @@ class GroupSection:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of the equal pieces that the pools hand out: pages (sharded) or slabs (hisparse)."""
-        if self.kind == "sharded":
-            return self.kv_format.page_bytes(self.page_rows)
-        return self.kv_format.slab_bytes(self.page_rows)
+        """Bytes of the equal pieces that the pools hand out: slabs (hisparse) or whole pages."""
+        if self.kind == "hisparse":
+            return self.kv_format.slab_bytes(self.page_rows)
+        return self.kv_format.page_bytes(self.page_rows)
 
     @property
     def hbm_units(self) -> int:
@@ -317,7 +317,7 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
     OffloadSection: {"max_plans_in_flight": _count(1), "batch_spans": _count(1)},
     GroupSection: {
         "name": _text,
-        "kind": _choice("sharded", "hisparse"),
+        "kind": _choice("sharded", "replicated", "hisparse"),
         "format": _choice(*FORMATS),
         "ranks": _count(1),
         "page_rows": _count(1),
@@ -380,13 +380,15 @@ def _check_keys_of_kind(group: GroupSection, table: Mapping[str, object], where:
     for key in _HISPARSE_KEYS:
         if group.kind == "hisparse" and key not in table:
             raise ConfigError(f"missing key {key!r} in {where}: a hisparse group needs it")
-        if group.kind == "sharded" and key in table:
+        if group.kind != "hisparse" and key in table:
             raise ConfigError(f"{where} {key}: only a group of kind \"hisparse\" has it; remove it")
 
 
 def _check_group(group: GroupSection, where: str) -> None:
     _check_divides(group.interleave, group.page_rows, f"{where} interleave")
-    if group.kind == "sharded":
+    if group.kind == "replicated" and group.interleave != 1:
+        raise ConfigError(f"{where} interleave: every rank holds all tokens, nothing is dealt out; remove it")
+    if group.kind != "hisparse":
         least = group.unit_bytes
         _check_holds(group.hbm_bytes_per_rank, least, f"{where} hbm_bytes_per_rank", "one page")
         if group.host_bytes_per_rank:

@@ -39,8 +39,7 @@ def plan_memory(config: NodeConfig) -> NodeMemory:
     for section in config.groups:
         device = _regions(regions, section, RegionKind.DEVICE, section.hbm_units, config.node.device)
         host = _regions(regions, section, RegionKind.HOST, section.host_units, config.node.device)
-        build = _sharded if section.kind == "sharded" else _hisparse
-        groups.append(build(section, device, host))
+        groups.append(_BUILDERS[section.kind](section, device, host))
     return NodeMemory(tuple(regions), tuple(groups))
 
 
@@ -77,6 +76,21 @@ def _sharded(section: GroupSection, device: tuple[int, ...], host: tuple[int, ..
     return GroupSpec(section.name, section.ranks, section.page_rows, section.kv_format, (chain,), tuple(pools))
 
 
+def _replicated(section: GroupSection, device: tuple[int, ...], host: tuple[int, ...]) -> GroupSpec:
+    """One chain that every rank holds in full; its host pages are dealt out over the ranks' shares, each there once."""
+    hbm, offload = (pool_name(section.name, kind) for kind in (RegionKind.DEVICE, RegionKind.HOST))
+    layout = native_layout(section.kv_format, section.page_rows)
+    page_class = PageClass("kv", layout, hbm, device, offload if host else "", host)
+    chain = ChainSpec(
+        "main", Placement.REPLICATED, section.ranks, section.page_rows, SEQUENTIAL, SEQUENTIAL, (page_class,)
+    )
+    page = (("kv", 1),)
+    pools = [PoolSpec(hbm, "device", section.ranks, section.hbm_units, section.unit_bytes, page)]
+    if host:
+        pools.append(PoolSpec(offload, "host", 1, section.ranks * section.host_units, section.unit_bytes, page))
+    return GroupSpec(section.name, section.ranks, section.page_rows, section.kv_format, (chain,), tuple(pools))
+
+
 def _hisparse(section: GroupSection, device: tuple[int, ...], host: tuple[int, ...]) -> GroupSpec:
     """A decode rank: latent pages, indexer pages and hot rows share the HBM slabs; latents reach the host."""
     hbm, mirror = (pool_name(section.name, kind) for kind in (RegionKind.DEVICE, RegionKind.HOST))
@@ -93,6 +107,9 @@ def _hisparse(section: GroupSection, device: tuple[int, ...], host: tuple[int, .
     )
     sparse = SparseSpec("latent", "hot", section.hot_slabs)
     return GroupSpec(section.name, 1, section.page_rows, section.kv_format, (chain,), pools, sparse)
+
+
+_BUILDERS = {"sharded": _sharded, "replicated": _replicated, "hisparse": _hisparse}
 
 
 def core_limits(config: NodeConfig) -> Limits:

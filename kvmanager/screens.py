@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kvmanager.errors import DaemonError
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.sizing import Fit, Sizing
 from kvmanager.units import SECOND_NS, format_bytes
 from kvmanager.wire import unpack_u32
 
@@ -196,3 +197,27 @@ def leases_screen(reply: pb.LeasesReply) -> RenderableType:
         counts = (lease.request_id, lease.tokens)
         table.add_row(lease.lease_id[:16], lease.kind, lease.holder, *map(str, counts), _seconds(lease.expires_in_ns))
     return _or_nothing(table, "no lease")
+
+
+def sizing_screen(sizing: Sizing) -> RenderableType:
+    """What a configuration would allocate, what lies beside it, and which groups hold the request asked for."""
+    pools = _table("pages", "pool", "ranks", "pages", "a page", "a rank", "unused", "tokens")
+    for line in sizing.pools:
+        sizes = (line.page_bytes, line.page_total_bytes, line.unused_bytes)
+        pools.add_row(line.pool, str(line.ranks), f"{line.pages:,}", *map(format_bytes, sizes), f"{line.tokens:,}")
+    beside = _table("beside the pages, device memory a rank", "group", "workspace", "ring", "context", "hot buffer")
+    for rank in sizing.beside:
+        parts = (rank.workspace_bytes, rank.staging_bytes, rank.context_bytes, rank.hot_buffer_bytes)
+        beside.add_row(rank.group, *(format_bytes(part) if part else "-" for part in parts))
+    notes = Text(
+        "workspace: one layer in flight, twice with overlap. ring, context: of the rank's mover.\n"
+        "hot buffer: of one request, taken from the slabs."
+    )
+    return Group(pools, "", beside, notes, "", *map(_fit_line, sizing.fits))
+
+
+def _fit_line(fit: Fit) -> Text:
+    if fit.refusal is not None:
+        return Text(f"{fit.group}: a request of {fit.tokens:,} tokens does not fit: {fit.refusal}")
+    held = [f"{pages:,} of {pool} ({format_bytes(size)} a rank)" for pool, (pages, size) in fit.held.items()]
+    return Text(f"{fit.group}: a request of {fit.tokens:,} tokens takes {', '.join(held)}")

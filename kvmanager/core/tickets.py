@@ -16,6 +16,7 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.spans import DEVICE, CopyState
+from kvmanager.core.spec import Placement
 from kvmanager.core.state import Engine, State, Ticket
 from kvmanager.errors import InvalidArgument, LeaseExpired, NotReady, StalePage, UnknownLease
 
@@ -58,6 +59,8 @@ def _check_exportable(state: State, engine: Engine, request: Request) -> None:
     spec = state.groups[engine.group].spec
     if len(spec.chains) > 1:
         raise InvalidArgument(f"group {spec.name} has {len(spec.chains)} chains; a hand-off serves groups of one")
+    if spec.ranks > 1 and spec.chains[0].placement is Placement.REPLICATED:
+        raise InvalidArgument(f"group {spec.name} holds its KV once a rank; a hand-off serves sharded groups")
     if spec.sparse is not None:
         raise InvalidArgument(f"group {spec.name} keeps pages on the host alone; only whole pages in HBM are exported")
     if request.phase is Phase.WAITING:

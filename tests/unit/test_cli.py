@@ -389,6 +389,25 @@ def test_bad_config(verb: str, tmp_path: Path) -> None:
     assert "unknown key 'nam' in [node]; did you mean 'name'?" in one_line(result)
 
 
+def test_config_check_shows_what_a_file_gives(tmp_path: Path) -> None:
+    config = tmp_path / "node.toml"
+    config.write_text(minimal_toml(tmp_path))
+    plain = json.loads(run("config", "check", str(config), "--tokens", "400", "--json").stdout)
+    # A page of the tiny format with 16 rows: 7 layers, 4 of them with an indexer row.
+    page = 16 * (7 * 656 + 4 * 132)
+    assert plain["pools"][0]["pages"] == (1 << 20) // page
+    assert plain["beside"][0]["workspace_bytes"] == 400 * 788
+    assert plain["fits"] == [
+        {"group": "g", "tokens": 400, "fits": False, "held": {}, "refusal": plain["fits"][0]["refusal"]}
+    ]
+    assert plain["fits"][0]["refusal"]["needed"] == 13
+    shown = run("config", "check", str(config), "--tokens", "100")
+    assert shown.exit_code == 0
+    for part in ("g/hbm", "workspace", "a request of 100 tokens takes 4 of g/hbm"):
+        assert part in shown.output
+    assert run("config", "check", str(tmp_path / "none.toml")).exit_code == 78
+
+
 def test_serve_becomes_the_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "node.toml"
     config.write_text(minimal_toml(tmp_path))

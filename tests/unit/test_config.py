@@ -64,6 +64,9 @@ def _swap(old: str, new: str) -> str:
     return EXAMPLE.replace(old, new, 1)
 
 
+REPLICATED = _swap('kind = "sharded"', 'kind = "replicated"')
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -95,6 +98,7 @@ def _swap(old: str, new: str) -> str:
         (_swap("# growth_cap_tokens = 65536", "growth_cap_tokens = 0"), ["growth_cap_tokens", "0"]),
         (_swap("# batch_spans = 32", "batch_spans = 0"), ["batch_spans", "0"]),
         (_swap('kind = "sharded"', 'kind = "shared"'), ["kind", "'shared'", "did you mean 'sharded'"]),
+        (REPLICATED.replace("interleave = 1 ", "interleave = 2 "), ["interleave", "every rank", "remove"]),
         (_swap("glm-5.3-tiny-fp8_ds_mla", "glm-5.3-tiny"), ["format", "'glm-5.3-tiny'", "did you mean"]),
         (_swap("interleave = 1 ", "interleave = 3 "), ["'prefill' interleave", "3", "page_rows = 16"]),
         (_swap('hbm_bytes_per_rank = "4 MiB"', "hbm_bytes_per_rank = 81919"), ["'prefill' hbm", "81919", "81920"]),
