@@ -46,9 +46,35 @@ class Text:
         return b"".join(key_of(end) for end in ends)
 
     def content(self, positions: np.ndarray, namespace: int) -> np.ndarray:
-        """uint64, one entry a position."""
-        chosen = np.asarray(self.digests, np.uint64)[positions]
-        return chosen ^ np.uint64((namespace * 0xD1B54A32D192ED03 + 0x55) & _MASK)
+        """uint64, one entry a position. `namespace`: the first byte of its digest."""
+        return contents(np.asarray(self.digests, np.uint64)[positions], np.array([namespace]))
+
+
+def next_text(texts: list[Text], draw: random.Random) -> Text:
+    """A prompt: some session's next turn, a fork of one, an old one again, or a new one. `texts` remembers a few."""
+    if len(texts) > 8 and draw.random() < 0.3:
+        old = draw.choice(texts[:4])  # perhaps only the host still has it
+        return old.fork(len(old.digests))
+    kind = draw.random()
+    if texts and kind < 0.75:
+        old = draw.choice(texts)
+        text = old.fork(len(old.digests) if kind < 0.45 else draw.randint(1, len(old.digests)))
+        if kind < 0.6:
+            text.extend(draw.randint(1, 40), draw)
+    else:
+        text = Text()
+        text.extend(draw.choice((1, 3, 31, 32, 33, 64, draw.randint(1, 90))), draw)
+    if len(text.digests) > 150:
+        text = text.fork(draw.randint(1, 60))
+    texts.append(text)
+    if len(texts) > 16:
+        texts.pop(draw.randrange(len(texts)))
+    return text.fork(len(text.digests))
+
+
+def contents(digests: np.ndarray, namespace: np.ndarray) -> np.ndarray:
+    """What the rows of tokens with these digests hold in a namespace, uint64."""
+    return digests ^ (namespace.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03) + np.uint64(0x55))
 
 
 def key_of(digest: int) -> bytes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from kvmanager.core.events import (
     Closing,
     DetachRank,
     EngineGone,
+    EngineResumed,
     EngineSuspect,
     Exported,
     ExportRequestKV,
@@ -30,15 +31,29 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.pool import PageState
 from kvmanager.errors import CapacityError, InvalidArgument, KVError, NotReady, StaleEpoch, Suspect, TransferError
-from tests.sim.content import PAGE_ROWS, Text
+from tests.sim.content import PAGE_ROWS, Text, next_text
 from tests.sim.harness import World
+from tests.sim.published import learn
 from tests.sim.worker import ChainTable, CopyOp, Rank, RowsOp, SimRequest
 
 IDS = range(1, 13)  # few, so that they are used again soon
 
 
+@dataclass
+class Pending:
+    """A message whose reply has not been taken in yet. `reply`: what the daemon said, if it got the message."""
+
+    message: Step
+    opens: list[tuple[Open, SimRequest]]
+    closes: list[Close]
+    reply: StepDone | None = None
+
+
 class SimEngine:
-    """One epoch of an engine: scheduler, ranks, and what they were told."""
+    """One epoch of an engine: scheduler, ranks, and what they were told.
+
+    stale: its epoch is over. cut: its stream broke, `pending` is what it does not know the answer to.
+    """
 
     def __init__(
         self, world: World, group: str, texts: list[Text], tickets: deque[tuple[TicketInfo, Text, int]]
@@ -55,7 +70,7 @@ class SimEngine:
         )
         assert isinstance(answer, Registered)
         self.epoch = answer.epoch
-        self.namespace = world.node.state.namespaces[namespace]
+        self.namespace = namespace[0]
         self.ranks: list[Rank] = []
         for rank in self.draw.sample(range(self.spec.ranks), self.spec.ranks):
             attached = world.apply(AttachRank(self.name, self.epoch, rank, rank))
@@ -69,34 +84,76 @@ class SimEngine:
         self.seen = 0
         self.requests: dict[int, SimRequest] = {}
         self.stale = False
+        self.cut = False
+        self.pending: Pending | None = None
         self.last: tuple[Step, StepDone] | None = None
 
     # --------------------------------------------------------------------------- messages
 
     def step(self) -> None:
         """Reads notices, sends one message, launches the work that its reply allows."""
+        self._send(self._compose())
+
+    def _compose(self) -> Pending:
         self._read_notices()
         progress, closes, opens = self._progress(), self._closes(), self._opens()
         message = Step(
             self.name, self.epoch, self.number + 1, self.seen, {r.attach_id: self.value for r in self.ranks},
             tuple(progress), tuple(o for o, _ in opens), tuple(closes),
         )  # fmt: skip
-        reply = self.world.apply(message)
+        return Pending(message, opens, closes)
+
+    def _send(self, pending: Pending) -> None:
+        reply = self.world.apply(pending.message)
         assert isinstance(reply, StepDone), reply
+        assert pending.reply in (None, reply)
+        self._take(pending, reply)
+
+    def _take(self, pending: Pending, reply: StepDone) -> None:
         self.number += 1
-        self.last = (message, reply)
+        self.last = (pending.message, reply)
         assert not reply.errors, reply.errors
         for grown in reply.grown:
             self._grown(grown)
-        for closed in closes:
+        for closed in pending.closes:
             self.requests.pop(closed.request_id)
-        for answer, (_, request) in zip(reply.opened, opens, strict=True):
+        for answer, (_, request) in zip(reply.opened, pending.opens, strict=True):
             self._opened(answer, request)
         for rows in reply.residency:
             self.requests[rows.request_id].residency(rows)
         for hot in reply.hot:
             self.requests[hot.request_id].hot = hot.pages
         self._launch()
+
+    def cut_stream(self) -> None:
+        """The stream breaks around a message: before the daemon got it, or before its reply came back.
+
+        Ranks go on with what they were given; the daemon still reads their timelines.
+        """
+        self.pending = self._compose()
+        if self.draw.random() < 0.5:
+            reply = self.world.apply(self.pending.message)
+            assert isinstance(reply, StepDone), reply
+            self.pending.reply = reply
+        self.world.apply(EngineSuspect(self.name, self.epoch))
+        refused = self.world.apply(Step(self.name, self.epoch, self.number + 2))
+        assert isinstance(refused, Suspect), refused
+        self.cut = True
+        self.world.net.note(f"stream cut: {self.name}")
+
+    def resume_stream(self) -> None:
+        """A new stream of the same epoch: notices that were not seen come again, and so does the message."""
+        assert self.pending is not None
+        pending, self.pending, self.cut = self.pending, None, False
+        self.world.apply(EngineResumed(self.name, self.epoch))
+        known = self.world.node.state.engines[self.name].notices
+        kept = [n.notice for n in self.world.inbox.get((self.name, self.epoch), [])]
+        assert [n for n in known if n.sequence > self.seen] == kept, "a notice was forgotten before it was seen"
+        before = self._accounts()
+        again = pending.reply is not None
+        self._send(pending)
+        assert not again or self._accounts() == before
+        self.world.happened["stream resumed"] += 1
 
     def resend(self) -> None:
         """The last message again: the same reply, and not a page moves."""
@@ -105,7 +162,7 @@ class SimEngine:
         before = self._accounts()
         reply = self.world.apply(self.last[0])
         assert reply is self.last[1]
-        assert self._accounts() == before
+        assert self._accounts() == before, "a resend moved pages"
         self.world.happened["resend"] += 1
 
     def _accounts(self) -> list[dict[PageState, int]]:
@@ -214,37 +271,15 @@ class SimEngine:
             if self.draw.random() < 0.3:
                 text.extend(self.draw.randint(1, 20), self.draw)
         else:
-            text = self._text()
+            text = next_text(self.texts, self.draw)
         prompt = len(text.digests)
         growth = self.draw.choice((0, 3, 10, 40))
-        self.world.learn(text.digests)
+        learn(text.digests)
         group = self.world.node.state.groups[self.spec.name]
         tables = [ChainTable(chain, group) for chain in self.spec.chains]
         request = SimRequest(request_id, text, self.namespace, prompt, growth, tables)
         keys = text.keys(0, prompt // PAGE_ROWS)
         return Open(request_id, prompt, growth, keys, f"s{self.draw.randrange(7)}", ticket), request
-
-    def _text(self) -> Text:
-        """A session's next turn, a fork of one, or a new one."""
-        if len(self.texts) > 8 and self.draw.random() < 0.3:
-            old = self.draw.choice(self.texts[:4])  # perhaps only the host still has it
-            return old.fork(len(old.digests))
-        kind = self.draw.random()
-        if self.texts and kind < 0.75:
-            old = self.draw.choice(self.texts)
-            cut = len(old.digests) if kind < 0.45 else self.draw.randint(1, len(old.digests))
-            text = old.fork(cut)
-            if kind < 0.6:
-                text.extend(self.draw.randint(1, 40), self.draw)
-        else:
-            text = Text()
-            text.extend(self.draw.choice((1, 3, 31, 32, 33, 64, self.draw.randint(1, 90))), self.draw)
-        if len(text.digests) > 150:
-            text = text.fork(self.draw.randint(1, 60))
-        self.texts.append(text)
-        if len(self.texts) > 16:
-            self.texts.pop(self.draw.randrange(len(self.texts)))
-        return text.fork(len(text.digests))
 
     # --------------------------------------------------------------------------- launches
 
@@ -273,7 +308,7 @@ class SimEngine:
             good = self.draw.randint(1, count)
             request.rejected = count - good
             request.text.extend(good, self.draw)
-            self.world.learn(request.text.digests)
+            learn(request.text.digests)
         request.done = first + good
         positions = np.arange(old)
         read = request.text.content(positions, request.namespace)
@@ -323,7 +358,7 @@ class SimEngine:
         if not running:
             return
         request = self.draw.choice(running)
-        ticket_id = f"t{self.world.now}"
+        ticket_id = f"t{self.world.net.applied}"
         answer = self.world.apply(ExportRequestKV(self.name, self.epoch, request.request_id, ticket_id))
         if isinstance(answer, NotReady):
             return
@@ -334,12 +369,13 @@ class SimEngine:
         assert answer.committed_tokens <= request.committed
         info = TicketInfo(ticket_id, "here", answer.committed_tokens, answer.lease_ttl_ns)
         self.tickets.append((info, request.text.fork(answer.committed_tokens), self.namespace))
+        self.world.net.sources[ticket_id] = (self.world, self.spec.name)
         self.world.happened["export"] += 1
 
     # ------------------------------------------------------------------------------ ends
 
     def break_stream(self) -> None:
-        """The scheduler's stream broke: nothing is granted to it any more."""
+        """The scheduler's stream broke for good: nothing is granted to it any more."""
         self.world.apply(EngineSuspect(self.name, self.epoch))
         answer = self.world.apply(Step(self.name, self.epoch, self.number + 1))
         assert isinstance(answer, (Suspect, StaleEpoch))
@@ -365,6 +401,8 @@ class SimEngine:
 
     def leave(self) -> None:
         """A clean end: everything is closed and done first."""
+        if self.cut:
+            self.resume_stream()
         if not self.stale:
             self._read_notices()
             closes = tuple(Close(r, Closing.FINISHED) for r in self.requests)
@@ -377,7 +415,3 @@ class SimEngine:
             pass
         self.gone()
 
-
-def pick(draw: random.Random, weights: dict[str, float]) -> str:
-    """One name by weight."""
-    return draw.choices(list(weights), list(weights.values()))[0]

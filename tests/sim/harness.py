@@ -1,20 +1,15 @@
-"""The simulated node: the core, its memory as real bytes, a mover, a clock, and checks after every event."""
+"""A simulated node: the core, its memory as real bytes, a mover, and checks after every event."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvmanager.core.audit import audit
 from kvmanager.core.events import (
     AbandonTicket,
-    AcceptTicket,
-    CheckTicket,
     CopyOutcome,
-    Effect,
     Event,
     MoverGone,
     Notified,
@@ -26,30 +21,21 @@ from kvmanager.core.events import (
     Tick,
 )
 from kvmanager.core.eviction import Policy, leaf_first_lru
-from kvmanager.core.group import Chain, Group
+from kvmanager.core.group import Group
 from kvmanager.core.node import Node
-from kvmanager.core.plans import CopyPlan, Purpose, Rows, StridedCopies, copy_rows
+from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.core.pool import PageState
-from kvmanager.core.spans import DEVICE, HOST, CopyState
 from kvmanager.core.spec import GroupSpec, Limits, PageClass, Placement
-from kvmanager.errors import KVError, TransferFailed
-from kvmanager.geometry import TokenOrder
+from kvmanager.errors import KVError
 from kvmanager.transport.cpu import copy_piece
-from tests.sim.content import PAGE_ROWS, Memory, Text, key_of
+from tests.sim import pulls
 from tests.sim.driver import nothing_held
-from tests.sim.worker import ChainTable, Claim, CopyOp, WrongKV
+from tests.sim.network import Entry, Network
+from tests.sim.published import PublishedBytes
+from tests.sim.worker import Claim, CopyOp, WrongKV
 
 WHOLE_PAGES = (Purpose.OFFLOAD, Purpose.MIRROR, Purpose.ONBOARD)
-
-
-@dataclass
-class SimReport:
-    """What a run did; the counters are the core's."""
-
-    seed: int
-    events: int
-    counters: dict[str, int]
-    happened: Counter[str]
+_FREE = int(PageState.FREE)
 
 
 @dataclass(frozen=True)
@@ -76,44 +62,34 @@ class Flight:
     done: bool = False
 
 
-@dataclass
-class Pull:
-    """A hand-off under way: accepted, copied, checked, ended, one at a time."""
-
-    start: StartPull
-    claims: list[Claim]
-    plan: CopyPlan | None = None
-    generations: np.ndarray | None = None
-
-
-@dataclass
 class World:
-    """A node under test. `draw` decides everything; nothing else is random."""
+    """A node under test."""
 
-    specs: list[GroupSpec]
-    sizes: dict[int, int]
-    limits: Limits
-    draw: random.Random
-    policy: Policy = leaf_first_lru
-    now: int = 0
-    happened: Counter[str] = field(default_factory=Counter)
-    story: deque[str] = field(default_factory=lambda: deque(maxlen=40))
-    recorded: list[tuple[Event, int]] = field(default_factory=list)
-    outcomes: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.node = Node(self.specs, self.limits, policy=self.policy)
-        self.memory = Memory(self.sizes)
+    def __init__(
+        self, number: int, specs: list[GroupSpec], limits: Limits, net: Network, policy: Policy = leaf_first_lru
+    ) -> None:
+        self.number, self.specs, self.limits, self.net = number, specs, limits, net
+        self.draw, self.memory, self.happened = net.draw, net.memory, net.happened
+        self.node = Node(specs, limits, policy=policy)
         self.flights: dict[int, Flight] = {}
+        self.lost: list[Flight] = []  # the mover never reports them; their bytes may arrive as long as it lives
         self.late: list[Flight] = []  # reported as of unknown fate; their bytes may still arrive
-        self.pulls: dict[int, Pull] = {}
-        self.abandoned: list[str] = []
+        self.pulls: dict[int, pulls.Pull] = {}
         self.inbox: dict[tuple[str, int], list[Notified]] = {}
-        self.digests: dict[bytes, list[int]] = {}
         self.uses: dict[int, RegionUse] = {}
         for group in self.node.state.groups.values():
             self._describe(group)
+        self._residents = {
+            (use.pool, c.name): [(r, u) for r, u in self.uses.items() if u.pool == use.pool]
+            for use in self.uses.values()
+            for c in self._classes(use)
+        }
+        self.published = PublishedBytes(self.node, net.memory)
         self._free = self._page_states()
+
+    @property
+    def now(self) -> int:
+        return self.net.now
 
     def _describe(self, group: Group) -> None:
         for chain in group.chains:
@@ -124,21 +100,17 @@ class World:
                 for share, region in enumerate(c.host_regions):
                     self.uses[region] = RegionUse(group, c.host_pool, c, share if shares > 1 else 0, shares)
 
-    def learn(self, digests: list[int]) -> None:
-        """Segments of a text, so that published keys can be checked against bytes."""
-        for start in range(0, len(digests) - PAGE_ROWS + 1, PAGE_ROWS):
-            segment = digests[start : start + PAGE_ROWS]
-            self.digests[key_of(segment[-1])] = segment
-
     # ------------------------------------------------------------------------------ events
 
     def apply(self, event: Event, passes: int = 1_000) -> object:
         """One event into the core, its effects out of it, and all checks. Returns the answer, if any."""
-        self.now += passes
-        self.story.append(f"{self.now}: {_short(event)}")
-        self.recorded.append((event, self.now))
-        effects = self.node.apply(event, self.now)
-        self.outcomes.append(fingerprint(effects))
+        net = self.net
+        net.now += passes
+        net.applied += 1
+        entry = Entry(self.number, net.now, event, [])
+        net.story.append(entry)
+        effects = self.node.apply(event, net.now)
+        entry.effects.extend(effects)
         audit(self.node.state)
         self._poison_freed()
         answer: object = None
@@ -146,13 +118,13 @@ class World:
             match effect:
                 case Replied():
                     answer = effect.answer
-                    self.story.append(f"    -> {_short(answer)}")
                 case SubmitPlan():
                     self._submit(effect.plan)
                 case StartPull():
-                    self._start_pull(effect)
+                    group = self.node.state.groups[effect.group]
+                    self.pulls[effect.plan_id] = pulls.begin(effect, group, net.now)
                 case AbandonTicket():
-                    self.abandoned.append(effect.ticket.ticket_id)
+                    net.ask(effect.ticket.ticket_id, ReleaseTicket(effect.ticket.ticket_id, "nobody"))
                 case Notified():
                     self.inbox.setdefault((effect.engine, effect.epoch), []).append(effect)
         return answer
@@ -168,15 +140,16 @@ class World:
     def _poison_freed(self) -> None:
         """A page that was freed loses its bytes at once: whoever still relies on them finds poison."""
         before, self._free = self._free, self._page_states()
-        for region, use in self.uses.items():
-            for page_class in self._classes(use):
-                state, generation = self._free[(use.pool, page_class.name)]
-                old_state, old_generation = before[(use.pool, page_class.name)]
-                lost = (old_state != PageState.FREE) & ((state == PageState.FREE) | (generation != old_generation))
-                for page in np.flatnonzero(lost).tolist():
-                    if page % use.stride == use.share % use.stride:
-                        size = page_class.page_bytes
-                        self.memory.poison(region, page // use.stride * size, size)
+        for key, (state, generation) in self._free.items():
+            old_state, old_generation = before[key]
+            lost = (old_state != _FREE) & ((state == _FREE) | (generation != old_generation))
+            pages = np.flatnonzero(lost)
+            if len(pages) == 0:
+                continue
+            for region, use in self._residents.get(key, ()):
+                size = next(c.page_bytes for c in self._classes(use) if c.name == key[1])
+                for page in pages[pages % use.stride == use.share % use.stride].tolist():
+                    self.memory.poison(region, page // use.stride * size, size)
 
     def _classes(self, use: RegionUse) -> list[PageClass]:
         """Page classes that live in the region."""
@@ -233,8 +206,16 @@ class World:
         if self.draw.random() < 0.1:
             self.apply(PlanEnded(plan_id, self.draw.choice(list(CopyOutcome))))  # a second report changes nothing
 
+    def lose_plan(self, plan_id: int) -> None:
+        """The mover never says how the plan ended."""
+        self.net.note(f"plan lost: {plan_id}")
+        self.lost.append(self.flights.pop(plan_id))
+
     def land_late(self) -> None:
-        """Bytes of a plan of unknown fate arrive after all; only its quarantined pages may change."""
+        """Bytes of a lost plan or of one of unknown fate arrive after all; their pages may hold nothing else."""
+        if self.lost and self.draw.random() < 0.5:
+            self._move(self.draw.choice(self.lost))
+            return
         if not self.late:
             return
         flight = self.late[self.draw.randrange(len(self.late))]
@@ -254,106 +235,33 @@ class World:
 
     def kill_mover(self) -> None:
         """The mover dies with everything it had."""
-        self.happened["mover died"] += 1
+        self.net.note(f"mover died: node {self.number}")
         self.flights.clear()
+        self.lost.clear()
         self.late.clear()
         self.pulls.clear()
         self.apply(MoverGone())
 
     # ------------------------------------------------------------------------------- pulls
 
-    def _start_pull(self, start: StartPull) -> None:
-        group = self.node.state.groups[start.group]
-        classes = {c.name: c for c in group.chains[0].spec.classes}
-        claims = []
-        for target in start.targets:
-            c = classes[target.page_class]
-            on_host = int(target.rows.region[0]) in c.host_regions
-            claims.append(Claim.on(group.pools[c.host_pool if on_host else c.device_pool], c.name, target.rows.page))
-            assert target.positions[0] >= start.first_position
-            assert (np.diff(target.positions) > 0).all()
-        self.pulls[start.plan_id] = Pull(start, claims)
-
     def advance_pull(self, plan_id: int) -> None:
-        """The next stage of a pull; any refusal by the source ends it as failed."""
+        """The next stage of a pull."""
         pull = self.pulls[plan_id]
-        ticket = pull.start.ticket.ticket_id
-        if pull.generations is None:
-            answer = self.apply(AcceptTicket(ticket, "target"))
-            if isinstance(answer, KVError):
-                return self.end_pull(plan_id, CopyOutcome.FAILED, answer)
-            pull.generations = answer.generations
-            pull.plan = self._pull_plan(pull, answer.spans[0])
-            return None
-        if pull.plan is not None:
-            for claim in pull.claims:
-                claim.hold("pull")
-            for c in pull.plan.copies:
-                copy_piece(self.memory.regions[c.source_region], self.memory.regions[c.target_region], c)
-            pull.plan = None
-            return None
-        answer = self.apply(CheckTicket(ticket, pull.generations))
-        if isinstance(answer, KVError):
-            return self.end_pull(plan_id, CopyOutcome.FAILED, answer)
-        return self.end_pull(plan_id, CopyOutcome.DONE)
-
-    def _pull_plan(self, pull: Pull, run: object) -> CopyPlan:
-        source_group = self.node.state.groups["prefill"]
-        chain = source_group.chains[0].spec
-        table = ChainTable(chain, source_group)
-        table.apply(run)
-        c = chain.classes[0]
-        copies: list[StridedCopies] = []
-        target_chain = self.node.state.groups[pull.start.group].chains[0].spec
-        layouts = {t.name: t.layout for t in target_chain.classes}
-        for target in pull.start.targets:
-            rank, ordinal, slot = (
-                part[target.positions] for part in table.located(0, int(target.positions.max()) + 1)
-            )
-            source = Rows(np.asarray(c.device_regions, np.int32)[rank], table.device["kv"][ordinal], slot)
-            copies += copy_rows(c.layout, layouts[target.page_class], source, target.rows)
-        return CopyPlan(pull.start.plan_id, Purpose.PLACE, tuple(copies))
+        end = pulls.advance(pull, self.net, self.node.state.groups[pull.start.group], self.now)
+        if end is not None:
+            self.end_pull(plan_id, *end)
 
     def end_pull(self, plan_id: int, outcome: CopyOutcome, error: KVError | None = None) -> None:
-        """The pull is over; the ticket goes back unless it was refused."""
+        """The pull is over; mostly the ticket goes back."""
         pull = self.pulls.pop(plan_id)
         self.happened[f"pull {outcome.value}"] += 1
         if outcome is CopyOutcome.UNKNOWN_FATE:
             self.late.append(Flight(CopyPlan(plan_id, Purpose.PLACE, ()), pull.claims, False))
-        self.apply(PlanEnded(plan_id, outcome, error or (None if outcome is CopyOutcome.DONE else TransferFailed("x"))))
+        self.apply(pulls.ended(pull, outcome, error))
         if self.draw.random() < 0.8:
-            self.apply(ReleaseTicket(pull.start.ticket.ticket_id, "target"))
+            pulls.release(pull, self.net)
 
     # ------------------------------------------------------------------------------ checks
-
-    def check_published(self) -> None:
-        """Everything that can be found holds the right bytes, wherever it is complete."""
-        for group in self.node.state.groups.values():
-            for chain in group.chains:
-                for row in chain.table:
-                    if chain.table.published[row]:
-                        self._check_span(group, chain, row)
-
-    def _check_span(self, group: Group, chain: Chain, row: int) -> None:
-        table = chain.table
-        width = group.key_bytes
-        keys = table.keys[row]
-        digests = [d for i in range(0, len(keys), width) for d in self.digests[keys[i : i + width]]]
-        content = Text(digests).content(np.arange(len(digests)), int(table.namespace[row]))
-        order = TokenOrder(int(table.segments[row]), int(table.interleave[row]))
-        page, slot = order.place(np.arange(len(digests)))
-        for c, page_class in enumerate(chain.spec.classes):
-            for tier in (DEVICE, HOST):
-                copy = table.copies[c, tier, row]
-                # A device copy that its own request still fills is right as far as it is valid, unless a plan fills it.
-                if copy == CopyState.ABSENT or (copy == CopyState.FILLING and (tier == HOST or table.busy[row])):
-                    continue
-                for rows in _places(chain, page_class, tier, table.pages[c, tier, row], page, slot):
-                    if self.memory.wrong(page_class.layout, rows, content).any():
-                        raise WrongKV(
-                            f"{group.spec.name}/{chain.spec.name} span {row}, class {page_class.name}, tier {tier}: "
-                            f"published content is wrong (pages {table.page_list(c, tier, row).tolist()})"
-                        )
 
     def settle(self) -> None:
         """All plans and pulls end and all leases run out."""
@@ -366,26 +274,4 @@ class World:
     def check_empty(self) -> None:
         """Nobody is left: every page is free or cached, nothing pinned, busy, promised or quarantined."""
         nothing_held(self.node.state)
-        self.check_published()
-
-
-def _places(chain: Chain, c: PageClass, tier: int, pages: np.ndarray, page: np.ndarray, slot: np.ndarray) -> list[Rows]:
-    """Where the tokens of a span lie, once for every place that holds them all."""
-    regions = np.asarray(c.device_regions if tier == DEVICE else c.host_regions, np.int32)
-    ranks = chain.spec.ranks
-    if chain.spec.placement is Placement.SHARDED:
-        return [Rows(regions[page % ranks], pages[page // ranks], slot)]
-    if tier == HOST:
-        return [Rows(regions[pages[page] % ranks], pages[page] // ranks, slot)]
-    return [Rows(np.full(len(page), region, np.int32), pages[page], slot) for region in regions]
-
-
-def _short(thing: object) -> str:
-    text = repr(thing)
-    return text if len(text) < 600 else text[:600] + "..."
-
-
-def fingerprint(effects: list[Effect]) -> str:
-    with np.printoptions(threshold=100_000):
-        return repr(effects)
-
+        self.published.check()

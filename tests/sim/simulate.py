@@ -1,67 +1,100 @@
-"""`simulate(kind, seed, events)`: a seeded history of one small world, checked after every event."""
+"""`simulate(seed, events)`: a history of one small cluster, checked after every event.
+
+The seed is the only input: it gives the world, and with its number every action gives its own dice. So an action
+means the same whether or not another one before it is left out, and a failing history can be made smaller.
+"""
 
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
 
 from kvmanager.core.events import CopyOutcome, RenewTickets, Tick
 from kvmanager.core.eviction import POLICIES, Policy
-from kvmanager.core.spec import GroupSpec
-from kvmanager.geometry import SEQUENTIAL
-from tests.sim.content import Text
-from tests.sim.engine import SimEngine, pick
-from tests.sim.harness import SimReport, World
-from tests.sim.worlds import LIMITS, Regions, hisparse, sharded, two_chains
+from tests.sim.content import Memory, Text
+from tests.sim.engine import SimEngine
+from tests.sim.harness import World
+from tests.sim.network import Network
+from tests.sim.worlds import KINDS, LIMITS, Regions, kind_of
 
-KINDS: dict[str, Callable[[Regions, random.Random], list[GroupSpec]]] = {
-    "sharded": lambda r, d: [sharded(r, "main", d.randint(8, 16), d.choice((8, 20, 50, 80)))],
-    "two-chains": lambda r, d: [two_chains(r, "main", d.randint(12, 20), d.choice((6, 12, 40, 90)))],
-    "handoff": lambda r, d: [
-        sharded(r, "prefill", d.randint(12, 20), d.randint(6, 20)),
-        hisparse(r, "keep", d.randint(40, 90), d.randint(60, 160)),
-        hisparse(r, "permute", d.randint(40, 90), d.randint(60, 160), SEQUENTIAL),
-    ],
-}
 ACTIONS = {
     "step": 34, "advance": 34, "plan": 24, "pull": 14, "resend": 2, "export": 6, "tick": 3, "renew": 1,
-    "late": 1, "break_stream": 0.3, "lose": 5, "register": 0.6, "mover": 0.2,
+    "late": 1, "lose_plan": 0.5, "mover": 0.3, "break_stream": 0.3, "lose": 5, "register": 0.6,
+    "cut_stream": 0.7, "resume_stream": 3, "partition": 0.5, "heal": 2,
 }  # fmt: skip
-MORE = {"handoff": {"export": 20, "pull": 40}}
+MORE = {"handoff": {"export": 20, "pull": 40}, "many": {"export": 20, "pull": 40}}
 PLAN_ENDS = [CopyOutcome.DONE] * 17 + [CopyOutcome.FAILED, CopyOutcome.CANCELLED, CopyOutcome.UNKNOWN_FATE]
+FINISH = -1
+"""Number of the last action: everybody leaves, all leases expire, nothing may be left."""
+
+
+@dataclass
+class SimReport:
+    """What a run did. events: applied by cores; counters: the cores', summed."""
+
+    seed: int
+    events: int
+    actions: int
+    counters: Counter[str]
+    happened: Counter[str]
 
 
 def policy_of(seed: int) -> Policy:
-    """Every second history ranks by return rate."""
-    return POLICIES["return-rate" if seed % 2 else "lru"]
+    """Histories of half the seeds rank by return rate."""
+    return POLICIES["return-rate" if seed // len(KINDS) % 2 else "lru"]
 
 
 class Simulation:
-    """One world with its engines."""
+    """One cluster with its engines. `at`: the action being done."""
 
-    def __init__(self, kind: str, seed: int) -> None:
-        self.seed = seed
-        self.draw = random.Random(f"{kind}/{seed}")
-        self.actions = {**ACTIONS, **MORE.get(kind, {})}
+    def __init__(self, seed: int) -> None:
+        self.seed, self.kind, self.at = seed, kind_of(seed), 0
+        self.draw = random.Random(f"{seed}")
+        weights = {**ACTIONS, **MORE.get(self.kind, {})}
+        self._names, self._weights = list(weights), list(weights.values())
         regions = Regions({})
-        specs = KINDS[kind](regions, self.draw)
-        self.world = World(specs, regions.sizes, LIMITS, self.draw, policy_of(seed))
+        nodes = KINDS[self.kind](regions, self.draw)
+        self.net = Network(self.draw, Memory(regions.sizes))
+        policy = policy_of(seed)
+        self.worlds = [World(i, specs, LIMITS, self.net, policy) for i, specs in enumerate(nodes)]
         self.texts: list[Text] = []
         self.tickets: deque = deque(maxlen=6)
-        self.engines = {spec.name: self._new_engine(spec.name) for spec in specs}
+        self.engines = {spec.name: self._new_engine(w, spec.name) for w in self.worlds for spec in w.specs}
         self.dying: list[SimEngine] = []
 
-    def _new_engine(self, group: str) -> SimEngine:
-        return SimEngine(self.world, group, self.texts, self.tickets)
+    def _new_engine(self, world: World, group: str) -> SimEngine:
+        return SimEngine(world, group, self.texts, self.tickets)
 
-    def run(self, events: int) -> SimReport:
-        for number in range(events):
-            self._act(pick(self.draw, self.actions))
-            if number % 8 == 0:
-                self.world.check_published()
-        self._finish()
-        return SimReport(self.seed, events, dict(self.world.node.state.counters), self.world.happened)
+    def run(self, events: int, bytes_every: int = 8) -> SimReport:
+        """Actions until the cores have applied that many events, and the end."""
+        for number in count():
+            if self.net.applied >= events:
+                break
+            self._do(number, number % bytes_every == 0)
+        self._do(FINISH, True)
+        counters: Counter[str] = Counter()
+        for world in self.worlds:
+            counters.update(world.node.state.counters)
+        return SimReport(self.seed, self.net.applied, self.at, counters, self.net.happened)
+
+    def replay(self, actions: Iterable[int]) -> None:
+        """Just these actions, with all bytes checked after each."""
+        for number in actions:
+            self._do(number, True)
+
+    def _do(self, number: int, check_bytes: bool) -> None:
+        self.draw.seed(f"{self.seed}/{number}")
+        if number == FINISH:
+            self._finish()
+            return
+        self.at = number
+        self._act(self.draw.choices(self._names, self._weights)[0])
+        if check_bytes:
+            for world in self.worlds:
+                world.published.check()
 
     def _act(self, action: str) -> None:
         group = self.draw.choice(list(self.engines))
@@ -73,34 +106,49 @@ class Simulation:
                 self._register(group, engine)
             case "lose" if self.dying:
                 self._lose(self.draw.choice(self.dying))
-            case "step" | "resend" | "export" | "break_stream" if not engine.stale:
+            case "resume_stream":
+                broken = [e for e in self.engines.values() if e.cut]
+                if broken:
+                    self.draw.choice(broken).resume_stream()
+            case "partition" | "heal":
+                self._wire(cut=action == "partition")
+            case "step" | "resend" | "export" | "break_stream" | "cut_stream" if not (engine.stale or engine.cut):
                 getattr(engine, action)()
             case _:
-                self._act_beside(action)
+                self._act_beside(action, engine.world)
 
-    def _act_beside(self, action: str) -> None:
+    def _act_beside(self, action: str, world: World) -> None:
         """What the mover, the source of pulls and the clock do."""
-        world, draw = self.world, self.draw
+        draw = self.draw
         match action:
             case "plan" if world.flights:
                 world.end_plan(draw.choice(list(world.flights)), draw.choice(PLAN_ENDS))
+            case "lose_plan" if world.flights:
+                world.lose_plan(draw.choice(list(world.flights)))
             case "pull" if world.pulls:
-                self._pull(draw.choice(list(world.pulls)))
+                self._pull(world, draw.choice(list(world.pulls)))
             case "tick":
                 ttl = LIMITS.ticket_ttl_ns
                 world.apply(Tick(), passes=draw.choice((*(1_000,) * 6, ttl // 2, 2 * ttl)))
             case "renew":
-                world.apply(RenewTickets(tuple(world.node.state.tickets)[:2]))
+                for pull in list(world.pulls.values())[:2]:
+                    self.net.ask(pull.ticket_id, RenewTickets((pull.ticket_id, "unknown")))
             case "late":
                 world.land_late()
             case "mover":
                 world.kill_mover()
 
-    def _pull(self, plan_id: int) -> None:
+    def _wire(self, *, cut: bool) -> None:
+        """The network between the nodes."""
+        if self.net.cut is not cut and len(self.worlds) > 1:
+            self.net.cut = cut
+            self.net.note("nodes cut off" if cut else "nodes joined")
+
+    def _pull(self, world: World, plan_id: int) -> None:
         if self.draw.random() < 0.05:
-            self.world.end_pull(plan_id, self.draw.choice([CopyOutcome.FAILED, CopyOutcome.UNKNOWN_FATE]))
+            world.end_pull(plan_id, self.draw.choice([CopyOutcome.FAILED, CopyOutcome.UNKNOWN_FATE]))
         else:
-            self.world.advance_pull(plan_id)
+            world.advance_pull(plan_id)
 
     def _register(self, group: str, engine: SimEngine) -> None:
         """A new process of the engine; the old one's may live on for a while."""
@@ -109,9 +157,9 @@ class Simulation:
         if not engine.stale and self.draw.random() < 0.3:
             engine.leave()
         else:
-            engine.stale = True
+            engine.stale, engine.cut = True, False
             self.dying.append(engine)
-        self.engines[group] = self._new_engine(group)
+        self.engines[group] = self._new_engine(engine.world, group)
 
     def _lose(self, engine: SimEngine) -> None:
         if engine.lose_rank():
@@ -119,23 +167,26 @@ class Simulation:
             engine.gone()
 
     def _finish(self) -> None:
-        """Everybody leaves, all plans end, all leases expire: nothing may be left."""
+        self._wire(cut=False)
         while self.dying:
             self._lose(self.draw.choice(self.dying))
         for engine in self.engines.values():
             engine.leave()
-        self.world.settle()
-        self.world.kill_mover()
-        while self.world.flights:
-            self.world.settle()
-        self.world.check_empty()
+        for world in self.worlds:
+            world.settle()
+            world.kill_mover()
+        for world in self.worlds:
+            while world.flights:
+                world.settle()
+            world.check_empty()
 
 
-def simulate(kind: str, seed: int, events: int) -> SimReport:
-    """Runs one history; a failure carries the seed and the last events."""
-    simulation = Simulation(kind, seed)
+def simulate(seed: int, events: int) -> SimReport:
+    """Runs one history. A failure is made smaller and told as a story."""
+    from tests.sim.shrink import Broken, broken
+
+    simulation = Simulation(seed)
     try:
         return simulation.run(events)
     except Exception as error:
-        story = "\n".join(simulation.world.story)
-        raise AssertionError(f"simulate({kind!r}, {seed}, {events}): {error!r}\nstory:\n{story}") from error
+        raise Broken(broken(simulation, error)) from error

@@ -1,56 +1,47 @@
 """Seeded histories of small worlds with real bytes; see `tests.sim.simulate`."""
 
-import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from kvmanager.core.node import Node
-from tests.sim.harness import fingerprint
-from tests.sim.simulate import KINDS, Simulation, policy_of, simulate
-from tests.sim.worlds import LIMITS, Regions
-
-SHORT = [("sharded", seed, 250) for seed in range(7)]
-SHORT += [("two-chains", seed, 150) for seed in range(4)]
-SHORT += [("handoff", seed, 250) for seed in range(6)]
+from tests.sim.simulate import Simulation, policy_of, simulate
+from tests.sim.worlds import KINDS, LIMITS
 
 
-@pytest.mark.parametrize(("kind", "seed", "events"), SHORT)
-def test_short_history(kind: str, seed: int, events: int) -> None:
-    report = simulate(kind, seed, events)
+@pytest.mark.parametrize("seed", range(20))
+def test_short_history(seed: int) -> None:
+    report = simulate(seed, 300)
     assert report.counters["step"] > 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(1000, 1012))
-def test_long_history(kind: str, seed: int) -> None:
-    simulate(kind, seed, 1500)
 
 
 def test_the_short_histories_reach_what_they_are_for() -> None:
     """A simulator that stopped opening, onboarding or failing would find nothing: these must happen."""
     happened: Counter[str] = Counter()
     counters: Counter[str] = Counter()
-    for kind, seeds in (("sharded", range(100, 106)), ("handoff", range(100, 110))):
-        for seed in seeds:
-            report = simulate(kind, seed, 250)
-            happened += report.happened
-            counters += Counter(report.counters)
-    for name in ("runnable", "waiting", "refused", "resend", "plan failed", "plan unknown_fate", "export", "pull done"):
+    for seed in range(100, 124):
+        report = simulate(seed, 300)
+        happened += report.happened
+        counters += report.counters
+    for name in ("runnable", "waiting", "refused", "resend", "plan failed", "plan unknown_fate", "export", "pull done",
+                 "stream cut", "stream resumed", "nodes cut off", "message lost", "plan lost", "mover died",
+                 "late bytes", "engine gone"):  # fmt: skip
         assert happened[name] > 0, (name, happened)
     for name in ("prefix_hit", "partial_span_reuse", "onboard", "offload", "mirror", "spill", "eviction", "reclaim",
                  "draft_truncation", "handoff", "expired_ticket", "quarantined_copy"):  # fmt: skip
         assert counters[name] > 0, (name, counters)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_same_events_same_effects(kind: str) -> None:
-    """The events of a history, applied to another node, give the same effects one by one."""
-    simulation = Simulation(kind, 3)
-    simulation.run(150)
-    world = simulation.world
-    specs = KINDS[kind](Regions({}), random.Random(f"{kind}/3"))
-    node = Node(specs, LIMITS, policy=policy_of(3))
-    again = [fingerprint(node.apply(event, now)) for event, now in world.recorded]
-    assert again == world.outcomes
+@pytest.mark.parametrize("seed", range(len(KINDS)))
+def test_same_events_same_effects(seed: int) -> None:
+    """The events of a history, applied to other nodes, give the same effects one by one."""
+    simulation = Simulation(seed)
+    simulation.run(200)
+    nodes = [Node(world.specs, LIMITS, policy=policy_of(seed)) for world in simulation.worlds]
+    entries = [entry for entry in simulation.net.story if not isinstance(entry, str)]
+    assert len(entries) >= 200
+    with np.printoptions(threshold=100_000):
+        for entry in entries:
+            again = nodes[entry.node].apply(entry.event, entry.now)
+            assert repr(again) == repr(entry.effects), entry.event

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec, SparseSpec
@@ -19,6 +21,7 @@ LIMITS = Limits(
     growth_cap_tokens=256,
     ticket_ttl_ns=1_000_000,
     ticket_grace_ns=200_000,
+    pull_deadline_ns=400_000,
     stored_replies=4,
 )
 
@@ -107,3 +110,44 @@ def hisparse(
         PoolSpec(ram, "host", 1, host_pages, slab, (("latent", 1),)),
     )
     return GroupSpec(name, 1, PAGE_ROWS, FORMAT, (chain,), pools, SparseSpec("latent", "hot", hot))
+
+
+Nodes = list[list[GroupSpec]]
+
+
+def _one_sharded(regions: Regions, draw: random.Random) -> Nodes:
+    return [[sharded(regions, "main", draw.randint(8, 16), draw.choice((8, 20, 50, 80)))]]
+
+
+def _two_chains(regions: Regions, draw: random.Random) -> Nodes:
+    return [[two_chains(regions, "main", draw.randint(12, 20), draw.choice((6, 12, 40, 90)))]]
+
+
+def _handoff(regions: Regions, draw: random.Random) -> Nodes:
+    """A prefill node, and a decode node of two ranks: one keeps the token order, one permutes it."""
+    source = sharded(regions, "prefill", draw.randint(12, 20), draw.randint(6, 20))
+    keep = hisparse(regions, "keep", draw.randint(40, 90), draw.randint(60, 160))
+    permute = hisparse(regions, "permute", draw.randint(40, 90), draw.randint(60, 160), SEQUENTIAL)
+    return [[source], [keep, permute]]
+
+
+def _many(regions: Regions, draw: random.Random) -> Nodes:
+    """Six engines on three nodes; the one in the middle pulls from its own node, too."""
+    pair, quad, other = (
+        sharded(regions, name, draw.randint(16, 30), draw.randint(10, 40), ranks)
+        for name, ranks in (("pair", 2), ("quad", 4), ("other", 2))
+    )
+    keep = hisparse(regions, "keep", draw.randint(30, 60), draw.randint(40, 100), TokenOrder(2, 1))
+    permute = hisparse(regions, "permute", draw.randint(30, 60), draw.randint(40, 100), SEQUENTIAL)
+    both = two_chains(regions, "both", draw.randint(12, 20), draw.choice((6, 12, 40)), 2)
+    return [[pair, quad], [other, keep], [permute, both]]
+
+
+KINDS: dict[str, Callable[[Regions, random.Random], Nodes]] = {
+    "sharded": _one_sharded, "two-chains": _two_chains, "handoff": _handoff, "many": _many,
+}  # fmt: skip
+
+
+def kind_of(seed: int) -> str:
+    """The world of a seed."""
+    return list(KINDS)[seed % len(KINDS)]
