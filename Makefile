@@ -3,6 +3,10 @@ PYTHON ?= python3
 # Passed to pip, for example an index that has CPU-only builds of torch: PIP_FLAGS="--extra-index-url URL".
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+# make sim: histories, events in each, the first seed.
+SEEDS ?= 100
+EVENTS ?= 2000
+FIRST ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +15,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 NUMPY := $(shell sed -n 's/^\(numpy==[^ ]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long check bench protos gpu-test gpu-bench clean
+.PHONY: help venv demo test test-long sim check bench protos gpu-test gpu-bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1#\2/p' $(MAKEFILE_LIST) | awk -F'#' '{printf "%-18s %s\n", $$1, $$2}'
@@ -36,6 +40,9 @@ test: $(STAMP) ## the default tests
 test-long: $(STAMP) ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m long $(PYTEST_FLAGS) || { \
 	  rc=$$?; test $$rc -ne 5 || echo "make test-long: no test is marked long, so nothing was tested" >&2; exit $$rc; }
+
+sim: $(STAMP) ## seeded histories of the core: SEEDS=300 EVENTS=2000 FIRST=0
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim --seeds $(SEEDS) --events $(EVENTS) --first $(FIRST)
 
 check: $(STAMP) ## ruff, mypy --strict and the layout of the repository
 	$(BIN)/ruff check .

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import numpy.typing as npt
 
@@ -12,11 +10,12 @@ from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.request import Phase
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
 from kvmanager.core.spec import Placement
-from kvmanager.core.state import CopyJob, FenceEntry, State
+from kvmanager.core.state import CopyJob, FenceEntry, State, concat
 from kvmanager.errors import InvariantViolation
+from kvmanager.geometry import Int64Array
 
 _ABSENT, _FILLING, _READY = (int(state) for state in CopyState)
-_PAGE_READY = int(PageState.READY)
+_PAGE_FREE, _PAGE_READY = int(PageState.FREE), int(PageState.READY)
 
 
 def _check(condition: bool, story: str) -> None:
@@ -45,17 +44,17 @@ def audit(state: State) -> None:
 
 
 class _Owners:
-    """Pages that something owns: pool -> class -> page indexes, one entry an owner."""
+    """Pages that something owns: pool -> class -> arrays of page indexes, one entry an owner."""
 
     def __init__(self) -> None:
-        self.by_pool: dict[str, dict[str, list[int]]] = {}
+        self.by_pool: dict[str, dict[str, list[Int64Array]]] = {}
 
-    def add(self, pool: str, page_class: str, pages: npt.NDArray[np.int64]) -> None:
+    def add(self, pool: str, page_class: str, pages: Int64Array) -> None:
         """One more owner of these pages."""
-        self.by_pool.setdefault(pool, {}).setdefault(page_class, []).extend(pages.tolist())
+        self.by_pool.setdefault(pool, {}).setdefault(page_class, []).append(pages)
 
 
-def _owned_pages(state: State, group: Group) -> dict[str, dict[str, list[int]]]:
+def _owned_pages(state: State, group: Group) -> dict[str, dict[str, list[Int64Array]]]:
     """Owned pages by pool and class: copies of spans, hot buffers, draining and quarantined pages."""
     owners = _Owners()
     for chain in group.chains:
@@ -71,7 +70,8 @@ def _owned_pages(state: State, group: Group) -> dict[str, dict[str, list[int]]]:
         if name == group.spec.name:
             owners.add(pool, page_class_name, pages)
             states = group.pools[pool].spaces[page_class_name].state[pages]
-            _check(bool((states == PageState.QUARANTINED).all()), f"{pool}: quarantined pages {pages} are in use")
+            if (states != PageState.QUARANTINED).any():
+                raise InvariantViolation(f"{pool}: quarantined pages {pages} are in use")
     return owners.by_pool
 
 
@@ -89,21 +89,21 @@ def _entries(state: State, group: Group) -> list[FenceEntry]:
     return [entry for engine in engines for entry in [*engine.fences, engine.covered]]
 
 
-def _audit_pool(pool: Pool, owned: dict[str, list[int]]) -> None:
-    _check(ledger_holds(pool), f"{pool.name}: states sum to {pool.account()} of {pool.capacity_bytes}")
+def _audit_pool(pool: Pool, owned: dict[str, list[Int64Array]]) -> None:
+    if not ledger_holds(pool):
+        raise InvariantViolation(f"{pool.name}: states sum to {pool.account()} of {pool.capacity_bytes}")
     for name, space in pool.spaces.items():
-        pages = owned.get(name, [])
-        twice = [page for page, count in Counter(pages).items() if count > 1]
-        _check(not twice, f"{space.name}: pages {twice[:5]} have two owners")
-        taken = np.flatnonzero(space.state != PageState.FREE).tolist()
-        _check(
-            sorted(pages) == taken,
-            f"{space.name}: owned by nobody {sorted(set(taken) - set(pages))[:5]}, "
-            f"owned but free {sorted(set(pages) - set(taken))[:5]}",
-        )
+        owners = np.bincount(concat(owned.get(name, [])), minlength=space.pages)
+        taken = space.state != _PAGE_FREE
+        if (owners != taken).any():
+            wrong = (owners > 1, taken & (owners == 0), ~taken & (owners > 0))
+            twice, nobody, free = (np.flatnonzero(pages)[:5] for pages in wrong)
+            raise InvariantViolation(
+                f"{space.name}: pages {twice} have two owners, owned by nobody {nobody}, owned but free {free}"
+            )
         counts = np.bincount(space.state, minlength=len(PageState)).tolist()
         _check(counts == space.counts, f"{space.name}: counters {space.counts}, pages say {counts}")
-        used = np.bincount(np.asarray(taken, np.int64) // pool.per_slab(name), minlength=pool.slabs)
+        used = taken.reshape(-1, pool.per_slab(name)).sum(axis=1)
         _check(bool((used == pool.used_in_slabs(name)).all()), f"{space.name}: slab use differs from page states")
 
 
@@ -119,7 +119,8 @@ def _audit_spans(group: Group, chain: Chain) -> None:
     where = f"{group.spec.name}/{chain.spec.name}"
 
     def each(holds: npt.NDArray[np.bool_], what: str) -> None:
-        _check(bool(holds.all()), f"{where} span {int(rows[np.argmin(holds)]) if len(rows) else -1}: {what}")
+        if not holds.all():
+            raise InvariantViolation(f"{where} span {int(rows[np.argmin(holds)])}: {what}")
 
     valid = table.valid[rows]
     each((valid >= 0) & (valid <= table.segments[rows]), "more segments valid than it has")
@@ -150,9 +151,11 @@ def _audit_index(group: Group, chain: Chain) -> None:
     published = table.published[rows]
     held = (table.pins[rows] > 0) | (table.busy[rows] > 0)
     leaked = rows[~published & ~held]
-    _check(len(leaked) == 0, f"{where} spans {leaked[:5]}: neither findable nor held")
+    if len(leaked):
+        raise InvariantViolation(f"{where} spans {leaked[:5]}: neither findable nor held")
     nowhere = rows[published & (table.copies[:, :, rows] == _ABSENT).all(axis=1).any(axis=0)]
-    _check(len(nowhere) == 0, f"{where} spans {nowhere[:5]}: findable, but some class of them is nowhere")
+    if len(nowhere):
+        raise InvariantViolation(f"{where} spans {nowhere[:5]}: findable, but some class of them is nowhere")
     found = rows[published]
     parents = table.parent[found]
     below, above = found[parents != NO_SPAN], parents[parents != NO_SPAN]
@@ -167,52 +170,59 @@ def _audit_index(group: Group, chain: Chain) -> None:
 def _audit_tables(chain: Chain, published: list[int], where: str) -> None:
     """Every published span is named once by its first key, and full ones by their last; nothing else is."""
     table, index = chain.table, chain.index
-    named = Counter(row for rows in index.heads.values() for row in rows)
-    _check(named == Counter(published), f"{where}: heads name other spans than the published ones")
+    named = sorted(row for rows in index.heads.values() for row in rows)
+    _check(named == published, f"{where}: heads name other spans than the published ones")
     full = [row for row in published if table.full(row)]
     _check(sorted(index.ends.values()) == full, f"{where}: ends name other spans than the full ones")
-    for row in published:
-        namespace, keys, width = int(table.namespace[row]), table.keys[row], index.key_bytes
-        _check(row in index.heads.get((namespace, keys[:width]), ()), f"{where} span {row}: not under its first key")
+    for (namespace, key), rows in index.heads.items():
+        for row in rows:
+            same = namespace == table.namespace[row] and table.keys[row].startswith(key)
+            _check(bool(same), f"{where} span {row}: not under its first key")
     for (namespace, key), row in index.ends.items():
         same = namespace == table.namespace[row] and table.keys[row].endswith(key)
         _check(bool(same), f"{where} span {row}: it stands for a key that is not its last")
 
 
 def _audit_holders(state: State, group: Group, number: int, chain: Chain) -> None:
-    pins, busy = _pins(state, group, number), _busy(state, group, number)
     table = chain.table
+    held = {"pins": (_pins(state, group, number), table.pins), "plans": (_busy(state, group, number), table.busy)}
+    for name, (holders, kept) in held.items():
+        counted = np.bincount(np.asarray(holders, np.int64), minlength=len(kept))
+        wrong = np.flatnonzero(counted != np.where(table.live, kept, 0))
+        if len(wrong):
+            raise InvariantViolation(
+                f"{chain.spec.name}: {name} of spans {wrong[:5]} are {kept[wrong][:5]}, their holders account for "
+                f"{counted[wrong][:5]}"
+            )
     rows = table.rows()
-    for name, counted, kept in (("pins", pins, table.pins), ("plans", busy, table.busy)):
-        noted = {row: count for row, count in zip(rows.tolist(), kept[rows].tolist(), strict=True) if count}
-        _check(noted == dict(counted), f"{chain.spec.name}: {name} {noted}, their holders account for {dict(counted)}")
     filling = (table.copies[:, HOST, rows] == _FILLING).any(axis=0) & (table.busy[rows] == 0)
-    _check(not filling.any(), f"{chain.spec.name} spans {rows[filling][:5]}: host copies are being filled by nobody")
+    if filling.any():
+        raise InvariantViolation(f"{chain.spec.name} spans {rows[filling][:5]}: host copies are being filled by nobody")
 
 
-def _pins(state: State, group: Group, number: int) -> Counter[int]:
-    """Pins by row, as requests, fence entries and tickets account for them."""
-    pins: Counter[int] = Counter()
+def _pins(state: State, group: Group, number: int) -> list[int]:
+    """A row for each of its pins, as requests, fence entries and tickets account for them."""
+    pins: list[int] = []
     for request in state.holders(group.spec.name):
-        pins.update(request.chains[number].rows)
-        pins.update(request.chains[number].anchors)
-        pins.update(row for chain_number, row in request.donors if chain_number == number)
+        pins += request.chains[number].rows
+        pins += request.chains[number].anchors
+        pins += [row for chain_number, row in request.donors if chain_number == number]
     held = [rows for entry in _entries(state, group) for rows in entry.unpins]
     held += [rows for ticket in state.tickets.values() if ticket.group == group.spec.name for rows in ticket.rows]
     for chain_number, some in held:
         if chain_number == number:
-            pins.update(some)
+            pins += some
     return pins
 
 
-def _busy(state: State, group: Group, number: int) -> Counter[int]:
-    """Plans in flight by row."""
-    busy: Counter[int] = Counter()
+def _busy(state: State, group: Group, number: int) -> list[int]:
+    """A row for each plan in flight on it."""
+    busy: list[int] = []
     for job in state.jobs.values():
         if (job.group, job.chain) == (group.spec.name, number):
-            busy.update(job.rows)
+            busy += job.rows
             if isinstance(job, CopyJob):
-                busy.update(job.extra)
+                busy += job.extra
     return busy
 
 

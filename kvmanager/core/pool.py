@@ -37,6 +37,7 @@ class PageState(IntEnum):
 
 STATES = len(PageState)
 _FREE = int(PageState.FREE)
+_TAKEN = tuple(state for state in PageState if state is not PageState.FREE)
 
 
 @dataclass
@@ -192,7 +193,10 @@ class Pool:
 
     def account(self) -> dict[PageState, int]:
         """Bytes by state over all ranks."""
-        return {state: self.units(state) * self.unit_bytes * self.ranks for state in PageState}
+        spaces = self.spaces.values()
+        units = {state: sum(space.counts[state] * space.units for space in spaces) for state in _TAKEN}
+        units = {PageState.FREE: self.capacity_units - sum(units.values()), **units}
+        return {state: count * self.unit_bytes * self.ranks for state, count in units.items()}
 
     @property
     def capacity_bytes(self) -> int:

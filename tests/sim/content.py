@@ -7,7 +7,9 @@ another prefix, another namespace, another position or another section never pas
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
 
 import numpy as np
@@ -81,6 +83,25 @@ def key_of(digest: int) -> bytes:
     return blake2b(digest.to_bytes(8, "little"), digest_size=16).digest()
 
 
+@dataclass(frozen=True)
+class _Alike:
+    """Components of a layout whose rows have one size. columns: salt, offset, page stride, slot stride, [:, 1] each."""
+
+    row_bytes: int
+    columns: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+@cache
+def _by_row_bytes(layout: KVLayout) -> list[_Alike]:
+    found = []
+    for size in sorted({c.row_bytes for c in layout.components}):
+        alike = [c for c in layout.components if c.row_bytes == size]
+        salts = np.array([[c.layer * 1_000_003 + _SECTIONS[c.section] * 7_919] for c in alike], np.uint64)
+        places = (np.array([[getattr(c, n)] for c in alike]) for n in ("offset", "page_stride", "slot_stride"))
+        found.append(_Alike(size, (salts, *places)))
+    return found
+
+
 class Memory:
     """Regions in one array, and rows written and compared by the layout alone (never by a copy plan)."""
 
@@ -104,17 +125,17 @@ class Memory:
         """Entries whose bytes differ in some component."""
         bad = np.zeros(len(rows), bool)
         for index, values in self._components(layout, rows, content):
-            bad |= (self.bytes[index] != values).any(axis=1)
+            bad |= (self.bytes[index] != values).any(axis=(0, 2))
         return bad
 
-    def _components(self, layout: KVLayout, rows: Rows, content: np.ndarray):
-        for c in layout.components:
-            mixed = (content + np.uint64(c.layer * 1_000_003 + _SECTIONS[c.section] * 7_919)) * np.uint64(
-                0x2545F4914F6CDD1D
-            )
-            values = mixed.view(np.uint8).reshape(-1, 8)[:, : c.row_bytes]
-            start = self.base[rows.region] + c.offset + rows.page * c.page_stride + rows.slot * c.slot_stride
-            yield start[:, None] + np.arange(c.row_bytes), values
+    def _components(self, layout: KVLayout, rows: Rows, content: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Places and values of all bytes, [component, row, byte], for components with rows of one size at a time."""
+        for alike in _by_row_bytes(layout):
+            salts, offsets, page_strides, slot_strides = alike.columns
+            mixed = (content + salts) * np.uint64(0x2545F4914F6CDD1D)
+            values = mixed.view(np.uint8).reshape(*mixed.shape, 8)[:, :, : alike.row_bytes]
+            start = self.base[rows.region] + offsets + rows.page * page_strides + rows.slot * slot_strides
+            yield start[:, :, None] + np.arange(alike.row_bytes), values
 
     def poison(self, region: int, offset: int, size: int) -> None:
         start = int(self.base[region]) + offset

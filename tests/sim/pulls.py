@@ -48,7 +48,10 @@ def begin(start: StartPull, group: Group, now: int) -> Pull:
     return Pull(start, claims, now + start.deadline_ns)
 
 
-def advance(pull: Pull, net: Network, target: Group, now: int) -> tuple[CopyOutcome, KVError | None] | None:
+End = tuple[CopyOutcome, KVError | None]
+
+
+def advance(pull: Pull, net: Network, target: Group, now: int) -> End | None:
     """The next stage; how it ended, None while it goes on. A node that does not answer is asked again."""
     if now > pull.deadline:
         # Once reading began nobody knows what may still arrive.
@@ -56,28 +59,30 @@ def advance(pull: Pull, net: Network, target: Group, now: int) -> tuple[CopyOutc
         return (CopyOutcome.UNKNOWN_FATE if begun else CopyOutcome.FAILED), TransferFailed("the deadline passed")
     if pull.generations is None:
         answer = net.ask(pull.ticket_id, AcceptTicket(pull.ticket_id, pull.holder))
-        if isinstance(answer, PeerUnreachable):
+        if not isinstance(answer, KVError):
+            pull.generations = answer.generations
+            pull.plan = _plan(pull, net, target, answer.spans[0])
             return None
-        if isinstance(answer, KVError):
-            return CopyOutcome.FAILED, answer
-        pull.generations = answer.generations
-        pull.plan = _plan(pull, net, target, answer.spans[0])
+    elif pull.plan is not None:
+        _copy(pull, net)
         return None
-    if pull.plan is not None:
-        if net.cut:
-            return None
-        for claim in pull.claims:
-            claim.hold("pull")
-        for c in pull.plan.copies:
-            copy_piece(net.memory.regions[c.source_region], net.memory.regions[c.target_region], c)
-        pull.plan = None
-        return None
-    answer = net.ask(pull.ticket_id, CheckTicket(pull.ticket_id, pull.generations))
+    else:
+        answer = net.ask(pull.ticket_id, CheckTicket(pull.ticket_id, pull.generations))
     if isinstance(answer, PeerUnreachable):
         return None
-    if isinstance(answer, KVError):
-        return CopyOutcome.FAILED, answer
-    return CopyOutcome.DONE, None
+    return (CopyOutcome.FAILED, answer) if isinstance(answer, KVError) else (CopyOutcome.DONE, None)
+
+
+def _copy(pull: Pull, net: Network) -> None:
+    """The bytes themselves, unless the nodes are apart."""
+    assert pull.plan is not None
+    if net.cut:
+        return
+    for claim in pull.claims:
+        claim.hold("pull")
+    for c in pull.plan.copies:
+        copy_piece(net.memory.regions[c.source_region], net.memory.regions[c.target_region], c)
+    pull.plan = None
 
 
 def ended(pull: Pull, outcome: CopyOutcome, error: KVError | None) -> PlanEnded:

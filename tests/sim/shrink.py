@@ -6,7 +6,7 @@ import re
 import traceback
 from collections.abc import Callable
 
-from tests.sim.simulate import FINISH, Simulation
+from tests.sim.simulate import FINISH, SimReport, Simulation
 from tests.sim.story import tell
 
 MOST_RUNS = 200
@@ -81,3 +81,12 @@ def broken(simulation: Simulation, error: Exception, most_runs: int = MOST_RUNS)
             f"=> {type(last).__name__}: {last}",
         ]
     )
+
+
+def simulate(seed: int, events: int) -> SimReport:
+    """Runs one history. What goes wrong is made smaller and told as a story."""
+    simulation = Simulation(seed)
+    try:
+        return simulation.run(events)
+    except Exception as error:
+        raise Broken(broken(simulation, error)) from error

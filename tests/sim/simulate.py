@@ -1,4 +1,4 @@
-"""`simulate(seed, events)`: a history of one small cluster, checked after every event.
+"""`Simulation(seed).run(events)`: a history of one small cluster, checked after every event.
 
 The seed is the only input: it gives the world, and with its number every action gives its own dice. So an action
 means the same whether or not another one before it is left out, and a failing history can be made smaller.
@@ -180,13 +180,3 @@ class Simulation:
                 world.settle()
             world.check_empty()
 
-
-def simulate(seed: int, events: int) -> SimReport:
-    """Runs one history. A failure is made smaller and told as a story."""
-    from tests.sim.shrink import Broken, broken
-
-    simulation = Simulation(seed)
-    try:
-        return simulation.run(events)
-    except Exception as error:
-        raise Broken(broken(simulation, error)) from error

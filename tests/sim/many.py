@@ -1,0 +1,33 @@
+"""Many histories at once, in processes of their own."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from tests.sim.shrink import Broken, simulate
+from tests.sim.simulate import SimReport
+from tests.sim.worlds import kind_of
+
+
+def one(job: tuple[int, int]) -> SimReport | tuple[int, str]:
+    """A history's report, or its seed and the story of what went wrong."""
+    try:
+        return simulate(*job)
+    except Broken as error:
+        return job[0], str(error)
+
+
+def run_all(seeds: range, events: int, jobs: int) -> tuple[list[SimReport], dict[int, str]]:
+    """Histories of all seeds; (reports, stories of failures by seed)."""
+    reports: list[SimReport] = []
+    failed: dict[int, str] = {}
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        for found in pool.map(one, [(seed, events) for seed in seeds]):
+            if isinstance(found, SimReport):
+                reports.append(found)
+                continue
+            seed, story = found
+            failed[seed] = story
+            print(f"seed {seed} ({kind_of(seed)}) FAILED\n{story}\n", flush=True)
+    return reports, failed
