@@ -194,9 +194,9 @@ class Pool:
     def account(self) -> dict[PageState, int]:
         """Bytes by state over all ranks."""
         spaces = self.spaces.values()
-        units = {state: sum(space.counts[state] * space.units for space in spaces) for state in _TAKEN}
-        units = {PageState.FREE: self.capacity_units - sum(units.values()), **units}
-        return {state: count * self.unit_bytes * self.ranks for state, count in units.items()}
+        taken = [sum(space.counts[state] * space.units for space in spaces) for state in _TAKEN]
+        units = [self.capacity_units - sum(taken), *taken]
+        return {state: count * self.unit_bytes * self.ranks for state, count in zip(PageState, units, strict=True)}
 
     @property
     def capacity_bytes(self) -> int:
