@@ -185,7 +185,11 @@ def _audit_tables(chain: Chain, published: list[int], where: str) -> None:
 
 def _audit_holders(state: State, group: Group, number: int, chain: Chain) -> None:
     table = chain.table
-    held = {"pins": (_pins(state, group, number), table.pins), "plans": (_busy(state, group, number), table.busy)}
+    held = {
+        "pins": (_pins(state, group, number), table.pins),
+        "anchors": (_anchors(state, group, number), table.anchored),
+        "plans": (_busy(state, group, number), table.busy),
+    }
     for name, (holders, kept) in held.items():
         counted = np.bincount(np.asarray(holders, np.int64), minlength=len(kept))
         wrong = np.flatnonzero(counted != np.where(table.live, kept, 0))
@@ -195,9 +199,17 @@ def _audit_holders(state: State, group: Group, number: int, chain: Chain) -> Non
                 f"{counted[wrong][:5]}"
             )
     rows = table.rows()
+    apart = rows[table.redundant[rows] & (table.copies[:, :, rows] != _READY).any(axis=(0, 1))]
+    if len(apart):
+        raise InvariantViolation(f"{chain.spec.name} spans {apart[:5]}: redundant, but not complete in both tiers")
     filling = (table.copies[:, HOST, rows] == _FILLING).any(axis=0) & (table.busy[rows] == 0)
     if filling.any():
         raise InvariantViolation(f"{chain.spec.name} spans {rows[filling][:5]}: host copies are being filled by nobody")
+
+
+def _anchors(state: State, group: Group, number: int) -> list[int]:
+    """A row for each of its pins that needs none of its copies."""
+    return [row for request in state.holders(group.spec.name) for row in request.chains[number].anchors]
 
 
 def _pins(state: State, group: Group, number: int) -> list[int]:

@@ -14,6 +14,7 @@ from kvmanager.core.settle import publish
 from kvmanager.core.spans import DEVICE, HOST, CopyState
 from kvmanager.core.state import CopyJob, PullJob, State, ended_well
 from kvmanager.errors import KVError, TransferFailed
+from kvmanager.geometry import Int64Array
 
 
 def plan_ended(state: State, plan_id: int, outcome: CopyOutcome, error: KVError | None) -> None:
@@ -93,6 +94,7 @@ def _onboard_ended(state: State, plan_id: int, job: CopyJob, outcome: CopyOutcom
         index = np.asarray(job.rows, np.int64)
         published = index[chain.table.published[index]]
         chain.set_states(job.page_class, DEVICE, published, CopyState.READY, PageState.READY)
+        _mark_redundant(state, chain, job.page_class, published)
     else:
         for row in job.rows:
             _lose_copy(state, group, chain, (job.page_class, DEVICE, row), outcome)
@@ -105,6 +107,14 @@ def _onboard_ended(state: State, plan_id: int, job: CopyJob, outcome: CopyOutcom
     failure = None if ended_well(outcome) else error or TransferFailed("onboard failed; the prefix is recomputed")
     _answer_waiters(state, plan_id, job, failure)
     chain.release_unused([*job.rows, *job.extra])
+
+
+def _mark_redundant(state: State, chain: Chain, page_class: int, rows: Int64Array) -> None:
+    """Where capacity asks for it, a host copy whose span is back on the device is the first to make room."""
+    pool = chain.pool(page_class, HOST)
+    if state.limits.inclusion.redundant(pool.free_slabs, pool.slabs):
+        complete = (chain.table.copies[:, :, rows] == CopyState.READY).all(axis=(0, 1))
+        chain.table.redundant[rows[complete]] = True
 
 
 def _answer_waiters(state: State, plan_id: int, job: CopyJob, failure: KVError | None) -> None:

@@ -21,7 +21,8 @@ class Candidates:
 
     last_used: ns (int64). first_token: depth in tokens (int64). owner: session number, NO_OWNER or SHARED (int32).
     dead: abandoned by its session (bool). rate: expected returns of its session per second of memory held
-    (float64; 0 without a session).
+    (float64; 0 without a session). reloadable: the other tier keeps a copy when this one goes (bool).
+    miss_s: seconds that each token costs if it is asked for once this has gone: to load it or to compute it (float64).
     """
 
     last_used: Int64Array
@@ -29,6 +30,8 @@ class Candidates:
     owner: npt.NDArray[np.int32]
     dead: npt.NDArray[np.bool_]
     rate: npt.NDArray[np.float64]
+    reloadable: npt.NDArray[np.bool_]
+    miss_s: npt.NDArray[np.float64]
 
 
 class Policy(Protocol):
@@ -40,29 +43,48 @@ class Policy(Protocol):
 
 
 def leaf_first_lru(candidates: Candidates) -> Int64Array:
-    """Least recently used first, deepest first among equals.
+    """What can be loaded again first, then least recently used, deepest first among equals.
 
     A match touches a whole path, so a parent is never older than its child: this order names every child
     before its parent.
     """
-    return np.lexsort((-candidates.first_token, candidates.last_used))
+    return np.lexsort((-candidates.first_token, candidates.last_used, ~candidates.reloadable))
 
 
 def return_rate(candidates: Candidates) -> Int64Array:
-    """Dead branches, then sessions by what their memory pays, then what is shared.
+    """What can be loaded again first; dead branches, then sessions by what their memory pays, then what is shared.
 
     Of a session the deepest spans go first (its path was touched as one); what several sessions share, or none
     claims, goes last and least recently used first. A parent is shared when its child is, and dead only with its
     child, so children come first.
     """
+    tier, rate = _ranks(candidates)
+    # Equal rates are common, since gaps are counted in bins: then the session that is idle longest gives first.
+    return np.lexsort((-candidates.first_token, candidates.last_used, rate, tier, ~candidates.reloadable))
+
+
+def return_cost(candidates: Candidates) -> Int64Array:
+    """As `return_rate`, but sessions are ranked by the seconds that they will lose: returns times what a miss costs.
+
+    What can be loaded again costs little, what must be computed again costs much: a copy in another tier makes a span
+    an early victim, but no earlier than what nobody will ask for.
+    """
+    tier, rate = _ranks(candidates)
+    lost = rate * candidates.miss_s
+    shared_last = np.where(tier == 2, ~candidates.reloadable, False)
+    return np.lexsort((-candidates.first_token, candidates.last_used, lost, shared_last, tier))
+
+
+def _ranks(candidates: Candidates) -> tuple[Int64Array, npt.NDArray[np.float64]]:
+    """(0 dead, 1 claimed by one session, 2 shared or unclaimed; the rate of the claimed, else 0)."""
     claimed = (candidates.owner >= 0) & ~candidates.dead
     tier = np.where(candidates.dead, 0, np.where(claimed, 1, 2))
-    rate = np.where(claimed, candidates.rate, 0.0)
-    # Equal rates are common, since gaps are counted in bins: then the session that is idle longest gives first.
-    return np.lexsort((-candidates.first_token, candidates.last_used, rate, tier))
+    return tier, np.where(claimed, candidates.rate, 0.0)
 
 
-POLICIES: Final[Mapping[str, Policy]] = MappingProxyType({"lru": leaf_first_lru, "return-rate": return_rate})
+POLICIES: Final[Mapping[str, Policy]] = MappingProxyType(
+    {"lru": leaf_first_lru, "return-rate": return_rate, "return-cost": return_cost}
+)
 
 
 def joint_owner(owner: npt.NDArray[np.int32], session: int) -> npt.NDArray[np.int32]:

@@ -25,7 +25,9 @@ class Chain:
     `key_bytes` is fixed by the first namespace that registers; until then the index is empty.
     """
 
-    def __init__(self, spec: ChainSpec, pools: dict[str, Pool], key_bytes: int) -> None:
+    def __init__(self, spec: ChainSpec, pools: dict[str, Pool], key_bytes: int, *, reads_host: bool) -> None:
+        """`reads_host`: kernels read pages of running requests where they lie on the host (sparse groups)."""
+        self.reads_host = reads_host
         self.spec = spec
         self.table = SpanTable(len(spec.classes), spec.widest)
         self.index = PrefixIndex(self.table, key_bytes)
@@ -134,6 +136,9 @@ class Group:
     """The memory of one engine's ranks.
 
     `writeback`: by chain, spans whose host copy is wanted, oldest first; entries may be out of date.
+    `declined`: by chain, spans that ranked below all that the host holds; they are looked at again as time passes.
+    `unwritten`: by chain, spans on the device whose redundant host copy went; written again when the device gets short
+    of clean copies. Entries of both may be out of date.
     `blocked`: chains whose host pool had no room; their write-back waits until something may have been freed.
     `deficit_slabs`: device slabs that a refused request lacked; running sparse requests release towards it.
     `sessions`: what is known of the sessions whose requests came here.
@@ -148,6 +153,8 @@ class Group:
         self.key_bytes = 0
         self.chains: list[Chain] = []
         self.writeback: list[deque[int]] = []
+        self.declined: list[deque[int]] = []
+        self.unwritten: list[list[int]] = []
         self.blocked: set[int] = set()
         self.deficit_slabs = 0
         self.sessions = SessionBook()
@@ -157,8 +164,11 @@ class Group:
         """Fixes the key width while the group is empty; another width later is refused by the caller."""
         assert all(not chain.table.live.any() for chain in self.chains)
         self.key_bytes = key_bytes
-        self.chains = [Chain(spec, self.pools, key_bytes) for spec in self.spec.chains]
+        reads_host = self.spec.sparse is not None
+        self.chains = [Chain(spec, self.pools, key_bytes, reads_host=reads_host) for spec in self.spec.chains]
         self.writeback = [deque() for _ in self.chains]
+        self.declined = [deque() for _ in self.chains]
+        self.unwritten = [[] for _ in self.chains]
 
     def unblock(self) -> None:
         """Something was freed or may be reclaimed now: write-back looks again."""

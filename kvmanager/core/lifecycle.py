@@ -50,6 +50,7 @@ def drop_request(state: State, request: Request) -> None:
     del state.engine_of(request).requests[request.request_id]
     for part in request.chains:
         part.chain.index.touch([*part.rows, *part.anchors], state.now)
+        part.chain.table.unanchor(part.anchors)
         part.chain.unpin([*reversed(part.rows), *part.anchors])
         part.rows, part.anchors, part.anchor = [], [], NO_SPAN
     for number, row in request.donors:

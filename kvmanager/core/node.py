@@ -38,7 +38,7 @@ from kvmanager.core.spans import HOST
 from kvmanager.core.spec import GroupSpec, Limits
 from kvmanager.core.state import CopyJob, State
 from kvmanager.core.steps import step
-from kvmanager.core.writeback import pump_writeback
+from kvmanager.core.writeback import pump_writeback, reconsider
 from kvmanager.errors import KVError, TransferFailed
 
 
@@ -140,6 +140,7 @@ class Node:
         sweep(self.state)
         for group in self.state.groups.values():
             group.unblock()
+            reconsider(self.state, group)
 
     def _timelines(self, event: TimelinesRead) -> None:
         known = self.state.timelines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from kvmanager.core.eviction import Candidates
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import Pool, Want
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
+from kvmanager.core.spec import MissCosts
 
 BoolArray = npt.NDArray[np.bool_]
 RowArray = npt.NDArray[np.int64]
@@ -47,6 +49,26 @@ def clean(chain: Chain, page_class: int) -> BoolArray:
     return both
 
 
+def in_use(chain: Chain, tier: int) -> BoolArray:
+    """Spans of which somebody may be using the copy in a tier itself: a pin holds one copy, not both (bool[rows])."""
+    if tier == HOST and not chain.reads_host:
+        return np.zeros(len(chain.table.live), bool)  # only plans read it, and those make the span busy
+    held: BoolArray = chain.table.pins > chain.table.anchored
+    return held
+
+
+def droppable(chain: Chain, page_class: int, tier: int) -> BoolArray:
+    """Spans whose copy of a class in this tier may go now, because the other tier has one too (bool[rows])."""
+    if not chain.has_host(page_class):
+        return np.zeros(len(chain.table.live), bool)
+    table = chain.table
+    rows: BoolArray = table.live & (table.busy == 0) & clean(chain, page_class) & ~in_use(chain, tier)
+    if tier == HOST:
+        # A device copy that could leave only because it is clean was counted on for promises: it stays clean.
+        rows &= in_use(chain, DEVICE) | evictable(chain)
+    return rows
+
+
 def _in_pool(chain: Chain, pool: Pool) -> list[tuple[int, int]]:
     """(class, tier) pairs whose pages come from the pool."""
     pairs = [(c, DEVICE) for c in range(len(chain.spec.classes))]
@@ -59,12 +81,11 @@ def reclaimable_slabs(group: Group, pool: Pool) -> int:
     counts: dict[str, npt.NDArray[np.int64]] = {}
     for chain in group.chains:
         table = chain.table
-        may_go, may_drop = evictable(chain), idle(chain)
+        may_go = evictable(chain)
         for page_class, tier in _in_pool(chain, pool):
             name = chain.spec.classes[page_class].name
             rows = may_go & (table.copies[page_class, tier] == CopyState.READY)
-            if tier == DEVICE and chain.has_host(page_class):
-                rows |= may_drop & clean(chain, page_class)
+            rows |= droppable(chain, page_class, tier)
             pages = table.pages[page_class, tier, rows].ravel()
             found = np.bincount(pages[pages != NO_PAGE] // pool.per_slab(name), minlength=pool.slabs)
             counts[name] = counts.get(name, 0) + found
@@ -100,49 +121,67 @@ def children_first(
 
 
 @dataclass(frozen=True)
-class Room:
-    """How pages can be had: `wants` by pool and class, and the spans that must be evicted from `pool` for that."""
+class Losses:
+    """Who gives up pages of a pool, first victim first (int64). A span that `stays` keeps what the other tier has."""
 
-    wants: dict[str, dict[str, int]]
-    pool: str
-    victims: RowArray
+    rows: RowArray
+    stays: BoolArray
+
+    def first(self, count: int) -> Losses:
+        """The first so many."""
+        return Losses(self.rows[:count], self.stays[:count])
+
+    def pick(self, keep: BoolArray) -> Losses:
+        """Some of them, in the same order."""
+        return Losses(self.rows[keep], self.stays[keep])
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
-def _given(chain: Chain, pairs: list[tuple[int, int]], rows: RowArray) -> dict[str, tuple[PageArray, PageArray]]:
-    """By class, (pages, which of the rows each belongs to), over all copies of these (class, tier) pairs."""
+NO_LOSSES = Losses(np.empty(0, np.int64), np.empty(0, bool))
+
+
+def _given(
+    chain: Chain, pairs: list[tuple[int, int]], losses: Losses
+) -> dict[str, tuple[PageArray, PageArray]]:
+    """By class, (pages, which of the losses each belongs to), over all copies of these (class, tier) pairs."""
     given: dict[str, tuple[PageArray, PageArray]] = {}
     for page_class, tier in pairs:
-        pages = chain.table.pages[page_class, tier, rows]
+        pages = chain.table.pages[page_class, tier, losses.rows]
         held = pages != NO_PAGE
+        if len(pairs) > 1 and losses.stays.any():
+            held &= (~losses.stays | droppable(chain, page_class, tier)[losses.rows])[:, None]
         given[chain.spec.classes[page_class].name] = (pages[held], np.nonzero(held)[0])
     return given
 
 
-def _leaves_in_turn(chain: Chain, ordered: RowArray) -> RowArray:
-    """The spans that are leaves when their turn comes: all spans below them had theirs before."""
-    table = chain.table
+def _in_turn(chain: Chain, losses: Losses) -> Losses:
+    """Without the spans that can't be forgotten when their turn comes: some span below them is still there."""
+    table, ordered = chain.table, losses.rows
     turn = np.full(len(table.live), len(ordered), np.int64)
     turn[ordered] = np.arange(len(ordered))
     above = table.parent[ordered]
-    before = (above != NO_SPAN) & (np.arange(len(ordered)) < turn[above])
+    before = (above != NO_SPAN) & (np.arange(len(ordered)) < turn[above]) & ~losses.stays
     gone = np.bincount(above[before], minlength=len(turn))
-    late = ordered[gone[ordered] < table.children[ordered]]
+    late = ordered[(gone[ordered] < table.children[ordered]) & ~losses.stays]
     if len(late) == 0:
-        return ordered
+        return losses
     keeps = np.zeros(len(turn), bool)
     while len(late):
         keeps[late] = True
         late = np.unique(table.parent[late])
         late = late[late != NO_SPAN]
         late = late[~keeps[late]]
-    return ordered[~keeps[ordered]]
+    return losses.pick(~keeps[ordered] | losses.stays)
 
 
 class Reclaimer:
     """Frees pages for a want, counting what it forgets."""
 
-    def __init__(self, group: Group, counters: dict[str, int], now: Callable[[], int]) -> None:
+    def __init__(self, group: Group, counters: dict[str, int], now: Callable[[], int], costs: MissCosts) -> None:
         """`now`: the time of the event being handled, ns."""
+        self._costs = costs
         self._group = group
         self._counters = counters
         self._now = now
@@ -154,7 +193,7 @@ class Reclaimer:
         return pool.take(page_class, count)
 
     def make_room(self, pool: Pool, wants: Mapping[str, int]) -> bool:
-        """Reclaims until the wants fit: clean device copies first, then leaves, least recently used first."""
+        """Reclaims until the wants fit, in the order of the group's policy."""
         want = Want(wants)
         lacking = pool.lacking_slabs(want)
         if lacking <= 0:
@@ -170,67 +209,143 @@ class Reclaimer:
             self._free(pool, want)
 
     def _free(self, pool: Pool, want: Want) -> bool:
-        """Clean device copies of all chains, then leaves, until the want fits; False when all were not enough."""
+        """Takes what the policy names first until the want fits, sparing what two tiers hold; then without sparing."""
         chains = self._group.chains
-        return any(self._drop_clean(chain, pool, want) for chain in chains) or any(
-            self._evict_leaves(chain, pool, want) for chain in chains
+        return any(self._give(chain, pool, want, spare=True) for chain in chains) or any(
+            self._give(chain, pool, want, spare=False) for chain in chains
         )
 
-    def _ordered(self, chain: Chain, rows: BoolArray) -> RowArray:
-        """The rows as the policy ranks them, first victim first; int64."""
+    def _give(self, chain: Chain, pool: Pool, want: Want, *, spare: bool) -> bool:
+        """One chain's part of `_free`; False when all it has was not enough."""
+        candidates = self._losses(chain, pool) if spare else self._leaves(chain, pool)
+        losses, enough = self._enough(chain, pool, want, candidates)
+        self.lose(chain, pool, losses)
+        return enough
+
+    def _enough(self, chain: Chain, pool: Pool, want: Want, losses: Losses) -> tuple[Losses, bool]:
+        """As few of the losses as make the want fit, or all that can be had, and whether it fits then."""
+        # The first few are looked at alone: mostly they will do, and the others may be ten thousands.
+        some = 2 * pool.lacking_slabs(want)
+        for candidates in (losses.first(some), losses):
+            had = _in_turn(chain, candidates)
+            given = _given(chain, _in_pool(chain, pool), had)
+            enough = pool.gives_until_fit(want, given, len(had))
+            if enough <= len(had):
+                return had.first(enough), True
+        return had, False
+
+    def _ordered(self, chain: Chain, rows: BoolArray, stays: BoolArray, reloadable: BoolArray) -> RowArray:
+        """The rows as the policy ranks them, first victim first; int64. All arguments are bool, over all spans.
+
+        A span that `stays` in the other tier need not wait for those below it.
+        """
         index, table = np.flatnonzero(rows), chain.table
         owner = table.owner[index]
         numbers, which = np.unique(owner, return_inverse=True)
         rate = self._group.sessions.indexes(numbers, self._now())[which.reshape(-1)]
-        candidates = Candidates(table.last_used[index], table.first_token[index], owner, table.dead[index], rate)
-        order = children_first(self._group.policy(candidates), index, table.parent)
+        spared = reloadable[index]
+        candidates = Candidates(
+            table.last_used[index],
+            table.first_token[index],
+            owner,
+            table.dead[index],
+            rate,
+            spared,
+            np.where(spared, self._costs.reload_s, self._costs.prefill_s),
+        )
+        parent = np.where(stays[table.parent], NO_SPAN, table.parent)
+        order = children_first(self._group.policy(candidates), index, parent)
         ranked: RowArray = index[order]
         return ranked
 
-    def _drop_clean(self, chain: Chain, pool: Pool, want: Want) -> bool:
-        """Frees device copies that have a host copy beside them until the want fits; False when all were not enough."""
-        for page_class, tier in _in_pool(chain, pool):
-            if tier != DEVICE or not chain.has_host(page_class):
-                continue
-            rows = self._ordered(chain, idle(chain) & clean(chain, page_class))
-            enough = pool.gives_until_fit(want, _given(chain, [(page_class, DEVICE)], rows), len(rows))
-            chain.free_copies(page_class, DEVICE, rows[:enough])
-            self._counters["reclaim"] += len(rows[:enough])
-            if enough <= len(rows):
-                return True
-        return False
+    def _losses(self, chain: Chain, pool: Pool, newcomers: RowArray = NO_LOSSES.rows) -> Losses:
+        """All that could give pages of the pool, in order; spans with a copy in the other tier lose only this one.
 
-    def _evict_leaves(self, chain: Chain, pool: Pool, want: Want) -> bool:
-        """Evicts leaf after leaf until the want fits; False when all were not enough."""
-        victims, enough = self._leaves(chain, pool, want)
-        self.evict(chain, victims)
-        return enough
+        On the host redundant copies go first, those first that will be on the device longest. `newcomers`: spans that
+        ask for pages here, ranked among the others.
+        """
+        pairs = _in_pool(chain, pool)
+        stays = np.zeros(len(chain.table.live), bool)
+        for page_class, tier in pairs:
+            stays |= droppable(chain, page_class, tier)
+        rows = stays | self._reachable(chain, pool)
+        rows[newcomers] = True
+        on_device = any(tier == DEVICE for _, tier in pairs)
+        # What only the device holds besides will need its host copy again: it is no cheaper to lose than the last one.
+        ordered = self._ordered(chain, rows, stays, stays if on_device else np.zeros(len(stays), bool))
+        if not on_device:
+            first = chain.table.redundant[ordered] & stays[ordered]
+            ordered = np.concatenate((ordered[first][::-1], ordered[~first]))
+        return Losses(ordered, stays[ordered])
 
-    def leaves_for(self, chain: Chain, pool: Pool, wants: Mapping[str, int]) -> RowArray | None:
-        """The spans that `make_room` would evict; None when they are not enough, or other spans have a say."""
+    def _leaves(self, chain: Chain, pool: Pool) -> Losses:
+        """All that could be forgotten for pages of the pool, in order."""
+        rows = self._reachable(chain, pool)
+        none = np.zeros(len(rows), bool)
+        ordered = self._ordered(chain, rows, none, none)
+        return Losses(ordered, none[ordered])
+
+    def coldest(self, chain: Chain, rows: RowArray, count: int) -> RowArray:
+        """Those of the spans, all on the device alone, that the policy names first."""
+        some = np.zeros(len(chain.table.live), bool)
+        none = some.copy()
+        some[rows] = True
+        return self._ordered(chain, some, none, none)[:count]
+
+    def room_for(
+        self, chain: Chain, pool: Pool, page_class: str, newcomers: RowArray
+    ) -> tuple[RowArray, Losses] | None:
+        """Which newcomers are worth pages of a pool, and what must go for them; None when nothing can be done.
+
+        A newcomer is a candidate like any other: it gets no pages where that takes something that ranks above it.
+        """
         if any(_in_pool(other, pool) for other in self._group.chains if other is not chain):
             return None
-        victims, enough = self._leaves(chain, pool, Want(wants))
-        return victims if enough else None
+        ranked = self._losses(chain, pool, newcomers)
+        asks = np.isin(ranked.rows, newcomers)
+        place = np.empty(len(chain.table.live), np.int64)
+        place[ranked.rows] = np.arange(len(ranked))
+        asking, others = ranked.rows[asks], ranked.pick(~asks)
 
-    def still_evictable(self, chain: Chain, room: Room) -> bool:
-        """Whether nothing happened to the victims that would save one of them."""
-        if len(room.victims) == 0:
+        def losses_for(declined: int) -> tuple[Losses, bool]:
+            want = Want({page_class: int(chain.widths(asking[declined:]).sum())})
+            return self._enough(chain, pool, want, others) if pool.lacking_slabs(want) > 0 else (NO_LOSSES, True)
+
+        if not losses_for(0)[1]:
+            return None
+        # The fewer ask, the fewer must go, and the higher ranks the least of those that ask.
+        declined = bisect_left(
+            range(len(asking)),
+            True,
+            key=lambda n: len(had := losses_for(n)[0].rows) == 0 or bool(place[had[-1]] < place[asking[n]]),
+        )
+        worth = newcomers[np.isin(newcomers, asking[declined:])]
+        return worth, losses_for(declined)[0] if len(worth) else NO_LOSSES
+
+    def still_had(self, chain: Chain, pool: Pool, losses: Losses) -> bool:
+        """Whether nothing happened to the losses that would save one of them."""
+        if len(losses) == 0:
             return True
-        return bool(self._reachable(chain, self._group.pools[room.pool])[room.victims].all())
+        stays = losses.rows[losses.stays]
+        spared = all(droppable(chain, c, tier)[stays].all() for c, tier in _in_pool(chain, pool))
+        return spared and bool(self._reachable(chain, pool)[losses.rows[~losses.stays]].all())
 
-    def _leaves(self, chain: Chain, pool: Pool, want: Want) -> tuple[RowArray, bool]:
-        """Spans to be evicted one after the other, in order, and whether the want fits then: as few as do, or all."""
-        ordered = self._ordered(chain, self._reachable(chain, pool))
-        # The first few are looked at alone: mostly they will do, and the others may be ten thousands.
-        some = 2 * pool.lacking_slabs(want)
-        for candidates in (ordered[:some], ordered):
-            leaves = _leaves_in_turn(chain, candidates)
-            given = _given(chain, _in_pool(chain, pool), leaves)
-            enough = pool.gives_until_fit(want, given, len(leaves))
-            if enough <= len(leaves):
-                return leaves[:enough], True
-        return leaves, False
+    def lose(self, chain: Chain, pool: Pool, losses: Losses) -> None:
+        """Takes the pages: copies of spans that stay, all copies of the others."""
+        stays = losses.rows[losses.stays]
+        for page_class, tier in _in_pool(chain, pool) if len(stays) else []:
+            rows = stays[droppable(chain, page_class, tier)[stays]]
+            if tier == HOST:
+                number = self._group.chains.index(chain)
+                redundant = chain.table.redundant[rows]
+                self._group.unwritten[number].extend(rows[redundant].tolist())
+                self._group.declined[number].extend(rows[~redundant].tolist())
+            self._counters["reclaim" if tier == DEVICE else "host_reclaim"] += len(rows)
+            chain.free_copies(page_class, tier, rows)
+        forgotten = losses.rows[~losses.stays]
+        self.evict(chain, forgotten)
+        if pool.tier == "host":
+            self._counters["host_eviction"] += len(forgotten)
 
     def _reachable(self, chain: Chain, pool: Pool) -> BoolArray:
         """Evictable spans that hold pages of the pool or stand below one that does (bool[rows])."""

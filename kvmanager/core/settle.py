@@ -122,11 +122,13 @@ def _index(group: Group, part: RequestChain, row: int) -> None:
     if table.published[row]:
         chain.index.unpublish(row)
     table.pin([twin])
+    table.anchor(twin)
     if promises_hold(group):
         part.anchors.append(twin)
         part.anchor = twin
     else:
         # The twin's pages were promised to somebody: it stays reclaimable, and what follows here private.
+        table.unanchor([twin])
         table.unpin([twin])
         part.anchor = NO_SPAN
 

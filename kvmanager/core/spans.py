@@ -38,6 +38,8 @@ class SpanTable:
     segments, interleave: its token order (int32)
     valid: leading segments that are committed and fenced (int32)
     pins: requests, tickets and donors that hold it (int32); who they are is theirs to know
+    anchored: those of the pins that need the span to be findable, but none of its copies (int32)
+    redundant: it came back to the device while host room was short: its host copy is the first to go (bool)
     busy: plans in flight that read or write its pages (int32)
     failures: how often its host copy failed, since one last arrived (int32)
     namespace: whose keys these are (int32)
@@ -64,6 +66,8 @@ class SpanTable:
         self.pins = np.zeros(0, np.int32)
         self.busy = np.zeros(0, np.int32)
         self.failures = np.zeros(0, np.int32)
+        self.anchored = np.zeros(0, np.int32)
+        self.redundant = np.zeros(0, bool)
         self.last_used = np.zeros(0, np.int64)
         self.namespace = np.zeros(0, np.int32)
         self.owner = np.zeros(0, np.int32)
@@ -81,7 +85,7 @@ class SpanTable:
         old = len(self.live)
         for name in (
             "live", "parent", "children", "first_token", "segments", "interleave", "valid", "pins", "busy",
-            "failures", "last_used", "namespace", "owner", "dead", "published",
+            "failures", "anchored", "redundant", "last_used", "namespace", "owner", "dead", "published",
         ):
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros(rows, array.dtype))))
@@ -109,6 +113,8 @@ class SpanTable:
         self.pins[row] = 0
         self.busy[row] = 0
         self.failures[row] = 0
+        self.anchored[row] = 0
+        self.redundant[row] = False
         self.last_used[row] = now
         self.namespace[row] = namespace
         self.owner[row] = owner
@@ -135,7 +141,8 @@ class SpanTable:
         self.live[rows] = True
         self.parent[rows] = NO_SPAN
         for column in (
-            self.children, self.valid, self.pins, self.busy, self.failures, self.dead, self.published,
+            self.children, self.valid, self.pins, self.busy, self.failures, self.anchored, self.redundant, self.dead,
+            self.published,
         ):  # fmt: skip
             column[rows] = 0
         self.first_token[rows] = first_tokens
@@ -189,6 +196,7 @@ class SpanTable:
         pages = self.page_list(page_class, tier, row).copy()
         self.pages[page_class, tier, row] = NO_PAGE
         self.copies[page_class, tier, row] = CopyState.ABSENT
+        self.redundant[row] = False
         return pages
 
     def page_lists(self, page_class: int, tier: int, rows: PageArray) -> PageArray:
@@ -213,6 +221,7 @@ class SpanTable:
         held = self.page_lists(page_class, tier, rows)
         self.pages[page_class, tier, rows] = NO_PAGE
         self.copies[page_class, tier, rows] = CopyState.ABSENT
+        self.redundant[rows] = False
         return held
 
     def remove_many(self, rows: PageArray) -> None:
@@ -237,6 +246,15 @@ class SpanTable:
         index = np.asarray(rows, np.int64)
         np.subtract.at(self.pins, index, 1)
         assert (self.pins[index] >= 0).all(), "a span was unpinned once too often"
+
+    def anchor(self, row: int) -> None:
+        """Says that one of the row's pins needs none of its copies."""
+        self.anchored[row] += 1
+
+    def unanchor(self, rows: list[int]) -> None:
+        """Takes it back, before the pins themselves go (a row may be named twice)."""
+        np.subtract.at(self.anchored, np.asarray(rows, np.int64), 1)
+        assert (self.anchored[rows] >= 0).all(), "a span lost one anchor too many"
 
     def rows(self) -> npt.NDArray[np.int64]:
         """Live rows, ascending."""

@@ -110,12 +110,43 @@ class GroupSpec:
     sparse: SparseSpec | None = None
 
 
+class Inclusion(StrEnum):
+    """Whether a span that came back to the device keeps its place on the host."""
+
+    INCLUSIVE = "inclusive"  # it does
+    EXCLUSIVE = "exclusive"  # its host copy is the first to go
+    AS_NEEDED = "as-needed"  # the first to go if the host pool was nearly full when it came back
+
+    def redundant(self, free: int, slabs: int) -> bool:
+        """Whether a host copy is redundant once its span is on the device, in a pool with `free` of `slabs` free."""
+        nearly_full = free * NEARLY_FULL_SHARE < slabs
+        return self is Inclusion.EXCLUSIVE or (self is Inclusion.AS_NEEDED and nearly_full)
+
+
+NEARLY_FULL_SHARE = 16
+"""A pool is nearly full when less than one part in so many is free."""
+
+
+@dataclass(frozen=True)
+class MissCosts:
+    """Seconds a token that is asked for and not on the device. Only their ratio matters to who goes first.
+
+    The defaults are GLM-5.3 on eight H200s: 54,728 B over eight PCIe links of 54.8 GB/s, and a node that computes
+    4,800 tokens a second.
+    """
+
+    reload_s: float = 54_728 / 8 / 54.8e9
+    prefill_s: float = 1 / 4_800
+
+
 @dataclass(frozen=True)
 class Limits:
     """Every limit of the core; the wire states them in RegisterReply.
 
     plans_in_flight: host copies in flight, a chain. plans_beside_onboards: the same while a request waits for its
     bytes, so that they have the link. writeback_tries: how often a span's host copy is tried in a row.
+    reconsidered_spans: how many spans that the host had no room for are ranked again on a tick.
+    clean_share: of a device pool, what should be free or have a host copy while host room is short.
     """
 
     requests_per_step: int = 4096
@@ -124,6 +155,10 @@ class Limits:
     plans_in_flight: int = 8
     plans_beside_onboards: int = 1
     writeback_tries: int = 3
+    clean_share: float = 0.25
+    reconsidered_spans: int = 256
+    inclusion: Inclusion = Inclusion.AS_NEEDED
+    miss_costs: MissCosts = MissCosts()
     batch_spans: int = 32
     growth_cap_tokens: int = 65536
     overcommit: float = 1.0

@@ -29,6 +29,7 @@ COUNTERS = (
     "prefix_hit", "prefix_hit_tokens", "prompt_tokens", "partial_span_reuse", "offload", "mirror", "onboard", "reclaim",
     "eviction", "spill", "draft_truncation", "handoff", "export", "refusal", "failed_plan", "expired_ticket",
     "quarantined_copy", "request", "step", "partial_span_tokens", "writeback_retry", "writeback_given_up",
+    "host_reclaim", "host_eviction", "writeback_bypass", "writeback_again",
 )
 
 
@@ -128,7 +129,8 @@ class State:
         self.groups = {group.spec.name: group for group in groups}
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.reclaimers = {
-            name: Reclaimer(group, self.counters, lambda: self.now) for name, group in self.groups.items()
+            name: Reclaimer(group, self.counters, lambda: self.now, limits.miss_costs)
+            for name, group in self.groups.items()
         }
         self.engines: dict[str, Engine] = {}
         self.retired: dict[tuple[str, int], Engine] = {}  # replaced or suspect epochs whose processes may still live

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvmanager.core.group import Chain, Group, RowArray
 from kvmanager.core.movement import between_tiers
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.core.pool import Want
-from kvmanager.core.reclaim import BoolArray, Reclaimer, Room, reclaimable_slabs
+from kvmanager.core.reclaim import NO_LOSSES, BoolArray, Losses, droppable, reclaimable_slabs
 from kvmanager.core.spans import DEVICE, HOST, CopyState
 from kvmanager.core.state import CopyJob, State
 
@@ -22,6 +23,8 @@ from kvmanager.core.state import CopyJob, State
 def pump_writeback(state: State, group: Group) -> None:
     """Submits host copies, in the order in which spans became ready, at the pace that `_most_in_flight` sets."""
     for number, queue in enumerate(group.writeback):
+        if not queue and group.unwritten[number]:
+            _write_coldest(state, group, number)
         if not queue or number in group.blocked:
             continue
         most = _most_in_flight(state, group)
@@ -30,6 +33,37 @@ def pump_writeback(state: State, group: Group) -> None:
             if rows:
                 _submit(state, group, number, rows)
                 update_promises(state, group)
+
+
+def reconsider(state: State, group: Group) -> None:
+    """Time has passed: a few of the spans that were worth less than what the host holds are ranked again."""
+    for number, declined in enumerate(group.declined):
+        for _ in range(min(len(declined), state.limits.reconsidered_spans)):
+            group.writeback[number].append(declined.popleft())
+
+
+def _write_coldest(state: State, group: Group, number: int) -> None:
+    """Where too little of a device pool is free or clean, the coldest spans that the device alone holds are queued."""
+    chain = group.chains[number]
+    short = any(
+        chain.has_host(c) and _clean_slabs(chain, c) < state.limits.clean_share * chain.pool(c, DEVICE).slabs
+        for c in range(chain.table.classes)
+    )
+    if not short:
+        return
+    rows = np.unique(np.asarray(group.unwritten[number], np.int64))
+    rows = rows[_want_host_copy(group, chain, rows)]
+    coldest = state.reclaimers[group.spec.name].coldest(chain, rows, state.limits.batch_spans)
+    group.writeback[number].extend(sorted(coldest.tolist(), key=lambda row: int(chain.table.first_token[row])))
+    group.unwritten[number] = rows[~np.isin(rows, coldest)].tolist()
+    state.counters["writeback_again"] += len(coldest)
+
+
+def _clean_slabs(chain: Chain, page_class: int) -> int:
+    """Slabs of the class's device pool that are free, or would be without forgetting anything."""
+    pool = chain.pool(page_class, DEVICE)
+    pages = int(chain.widths(np.flatnonzero(droppable(chain, page_class, DEVICE))).sum())
+    return pool.free_slabs + pages // pool.per_slab(chain.page_class(page_class).name)
 
 
 def _most_in_flight(state: State, group: Group) -> int:
@@ -53,11 +87,13 @@ def _next_batch(state: State, group: Group, number: int) -> list[int]:
     """Up to a batch of spans that still want a host copy and got pages for it; each is busy from here on."""
     chain, queue = group.chains[number], group.writeback[number]
     rows, looked_at = _wanting(group, chain, queue, state.limits.batch_spans)
-    if not rows or _take_together(state, group, chain, rows):
-        for _ in range(looked_at):
-            queue.popleft()
-        return rows
-    return _take_in_turn(state, group, number)
+    choice = _choose(state, group, chain, rows)
+    if choice is None or not _take_together(state, group, chain, choice):
+        return _take_in_turn(state, group, number)
+    _decline(state, group, number, choice.declined)
+    for _ in range(looked_at):
+        queue.popleft()
+    return choice.rows
 
 
 def _wanting(group: Group, chain: Chain, queue: deque[int], most: int) -> tuple[list[int], int]:
@@ -93,46 +129,69 @@ def _lack(chain: Chain, page_class: int, rows: RowArray) -> BoolArray:
     return lacks
 
 
-def _take_together(state: State, group: Group, chain: Chain, rows: list[int]) -> bool:
-    """Host pages for a whole batch, when one after the other would all get them too. False: nothing was done."""
-    table = chain.table
+@dataclass(frozen=True)
+class _Choice:
+    """Which spans get host pages, and what that takes: `wants` pages by pool and class, and losses in one pool."""
+
+    rows: list[int]
+    declined: list[int]
+    wants: dict[str, dict[str, int]]
+    pool: str = ""
+    losses: Losses = NO_LOSSES
+
+
+def _choose(state: State, group: Group, chain: Chain, rows: list[int]) -> _Choice | None:
+    """Who of the spans is worth host pages; None where that takes more than one look, or there is no room."""
     index = np.asarray(rows, np.int64)
+    wants: dict[str, dict[str, int]] = {}
+    for c in range(chain.table.classes):
+        lacking = index[_lack(chain, c, index)]
+        if len(lacking):
+            wants.setdefault(chain.pool(c, HOST).name, {})[chain.page_class(c).name] = int(chain.widths(lacking).sum())
+    full = [name for name, pages in wants.items() if group.pools[name].lacking_slabs(Want(pages)) > 0]
+    if not full:
+        return _Choice(rows, [], wants)
+    if len(wants) > 1 or len(wants[full[0]]) > 1:
+        return None
+    (name,) = wants[full[0]]
+    found = state.reclaimers[group.spec.name].room_for(chain, group.pools[full[0]], name, index)
+    if found is None:
+        return None
+    worth, losses = found
+    declined = [row for row in rows if row not in set(worth.tolist())]
+    pages = {full[0]: {name: int(chain.widths(worth).sum())}}
+    return _Choice(worth.tolist(), declined, pages, full[0], losses)
+
+
+def _decline(state: State, group: Group, number: int, rows: list[int]) -> None:
+    """What the host holds is worth more than these: they are looked at again when time has passed."""
+    group.declined[number].extend(rows)
+    state.counters["writeback_bypass"] += len(rows)
+
+
+def _take_together(state: State, group: Group, chain: Chain, choice: _Choice) -> bool:
+    """Host pages for all that were chosen. False: nothing was done."""
+    table = chain.table
+    index = np.asarray(choice.rows, np.int64)
     lacking = [index[_lack(chain, c, index)] for c in range(table.classes)]
-    room = _room(state.reclaimers[group.spec.name], group, chain, lacking)
-    if room is None:
-        return False
     idle_rows = bool(((table.pins[index] == 0) & (table.busy[index] == 0)).any())
     # In flight from here on: none of the takes may evict them.
     for some in lacking:
         table.busy[some] += 1
     reclaimer = state.reclaimers[group.spec.name]
-    if not reclaimer.still_evictable(chain, room) or (idle_rows and not _promises_hold_beside(group, room.wants)):
+    had = len(choice.losses) == 0 or reclaimer.still_had(chain, group.pools[choice.pool], choice.losses)
+    if not had or (idle_rows and not _promises_hold_beside(group, choice.wants)):
         for some in lacking:
             table.busy[some] -= 1
         return False
-    if len(room.victims):
-        reclaimer.evict(chain, room.victims)
+    if len(choice.losses):
+        reclaimer.lose(chain, group.pools[choice.pool], choice.losses)
     for c, some in enumerate(lacking):
         if len(some):
             pages = chain.pool(c, HOST).take(chain.page_class(c).name, int(chain.widths(some).sum()))
             assert pages is not None
             chain.put_many(c, HOST, some, pages)
     return True
-
-
-def _room(reclaimer: Reclaimer, group: Group, chain: Chain, lacking: list[RowArray]) -> Room | None:
-    """What must go for host pages of `lacking[c]` spans of each class; None where that takes more than one look."""
-    wants: dict[str, dict[str, int]] = {}
-    for c, rows in enumerate(lacking):
-        if len(rows):
-            wants.setdefault(chain.pool(c, HOST).name, {})[chain.page_class(c).name] = int(chain.widths(rows).sum())
-    full = [name for name, pages in wants.items() if group.pools[name].lacking_slabs(Want(pages)) > 0]
-    if not full:
-        return Room(wants, "", np.empty(0, np.int64))
-    if len(full) > 1:
-        return None
-    victims = reclaimer.leaves_for(chain, group.pools[full[0]], wants[full[0]])
-    return None if victims is None else Room(wants, full[0], victims)
 
 
 def _promises_hold_beside(group: Group, wants: Mapping[str, Mapping[str, int]]) -> bool:
@@ -150,10 +209,14 @@ def _take_in_turn(state: State, group: Group, number: int) -> list[int]:
     chain, queue = group.chains[number], group.writeback[number]
     while queue and len(rows) < state.limits.batch_spans:
         if _want_host_copy(group, chain, np.asarray([queue[0]], np.int64))[0]:
-            if not _take_host_pages(state, group, chain, queue[0]):
+            choice = _choose(state, group, chain, [queue[0]])
+            if choice is not None and choice.declined:
+                _decline(state, group, number, choice.declined)
+            elif _take_host_pages(state, group, chain, queue[0]):
+                rows.append(queue[0])
+            else:
                 group.blocked.add(number)
                 break
-            rows.append(queue[0])
         queue.popleft()
     return rows
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from kvmanager.core.events import (
     TicketInfo,
     TimelinesRead,
 )
+from kvmanager.core.eviction import Policy, leaf_first_lru
 from kvmanager.core.node import Node
 from kvmanager.core.plans import CopyPlan
 from kvmanager.core.pool import PageState, Pool
@@ -86,9 +87,10 @@ class Driver:
     abandoned: list[str] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     audited: bool = True
+    policy: Policy = leaf_first_lru
 
     def __post_init__(self) -> None:
-        self.node = Node(self.specs, self.limits)
+        self.node = Node(self.specs, self.limits, policy=self.policy)
 
     def apply(self, event: Event, passes: int = 1_000) -> object:
         """One event; its answer."""
@@ -170,9 +172,11 @@ class Client:
         fence = dict.fromkeys(self.attaches, self.value)
         return Step(self.name, self.epoch, self.number + 1, self.seen, fence, progress, opens, closes)
 
-    def step(self, progress: tuple = (), opens: tuple = (), closes: tuple = ()) -> StepDone:
+    def step(
+        self, progress: tuple = (), opens: tuple = (), closes: tuple = (), turn_ends: tuple = ()
+    ) -> StepDone:
         """Sends a message; the work that its reply allows is launched, but not done."""
-        reply = self.driver.apply(self.message(progress, opens, closes))
+        reply = self.driver.apply(replace(self.message(progress, opens, closes), turn_ends=turn_ends))
         assert isinstance(reply, StepDone), reply
         self.number += 1
         self.value += 1

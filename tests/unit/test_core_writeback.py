@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from kvmanager.core.events import CopyOutcome, MoverGone, Tick
+from kvmanager.core.events import Close, Closing, CopyOutcome, MoverGone, Tick, Trim, TurnEnded
+from kvmanager.core.eviction import return_rate
 from kvmanager.core.pool import PageState
-from kvmanager.core.spans import HOST, CopyState
+from kvmanager.core.spans import DEVICE, HOST, CopyState
 from kvmanager.core.spec import Limits
 from tests.sim.driver import Client, Driver, sharded_group
 from tests.sim.worlds import Regions, two_chains
@@ -66,25 +67,26 @@ def test_a_private_twin_is_not_offloaded():
 
 
 def test_blocked_write_back_goes_on_by_itself():
-    """Every way in which host room can come: an unpin, a failure, the mover's end, and plain time."""
-    driver = Driver([sharded_group(16, 2)], Limits(batch_spans=1, plans_in_flight=1))
+    """The host is full of copies in flight; as they end, room comes from spans that the device holds too."""
+    driver = Driver([sharded_group(16, 2)], Limits(batch_spans=1, plans_in_flight=3))
     client = Client(driver, "p")
     client.open(1, 2 * SPAN, "a")
     client.commit(1, 2 * SPAN)
     client.run()
-    driver.end_all()
+    assert len(driver.plans) == 2
     client.open(2, 2 * SPAN, "b")
     client.commit(2, 2 * SPAN)
     client.run()
-    assert not driver.plans, "the host is full of pinned spans"
+    assert len(driver.plans) == 2
     assert driver.node.state.groups["p"].blocked == {0}
     driver.apply(Tick())
-    assert not driver.plans
-    client.close(1)
-    client.run()
-    assert driver.plans
+    assert len(driver.plans) == 2
+    driver.end(min(driver.plans))
+    assert len(driver.plans) == 2
     driver.end_all()
     assert driver.counters["offload"] == 4
+    assert driver.counters["host_reclaim"] == 2
+    assert driver.counters["eviction"] == 0
     driver.leave(client)
 
 
@@ -161,11 +163,12 @@ def test_a_batch_evicts_no_more_than_it_needs_and_leaves_first():
     client.run()
     (plan,) = driver.plans.values()
     assert plan.total_bytes == 4 * 28_020_736
-    assert driver.counters["eviction"] == 3
+    assert driver.counters["host_reclaim"] == 3
     assert offloaded(driver) == [0, SPAN]
     driver.end_all()
     assert offloaded(driver) == [0, 0, SPAN, SPAN, 2 * SPAN, 3 * SPAN]
-    assert driver.counters["eviction"] == 3
+    assert driver.counters["host_reclaim"] == 3
+    assert driver.counters["eviction"] == 0, "the device holds them as before"
     driver.leave(client)
 
 
@@ -177,7 +180,7 @@ def test_a_batch_that_does_not_fit_goes_as_far_as_there_is_room():
     client.run()
     driver.end_all()
     assert offloaded(driver) == [0, SPAN, 2 * SPAN]
-    assert driver.node.state.groups["p"].blocked == {0}
+    assert driver.counters["writeback_bypass"] == 2, "no deeper span displaces one that leads to it"
     driver.leave(client)
 
 
@@ -265,4 +268,64 @@ def test_write_back_steps_aside_while_a_request_waits_for_its_bytes():
     driver.end(onboard)
     assert len(driver.plans) == 2, "both spans of the last request"
     driver.end_all()
+    driver.leave(client)
+
+
+def test_the_host_copy_of_a_running_requests_span_may_go_and_its_device_copy_may_not():
+    """A pin holds the copy that is read, not the span in every tier."""
+    driver = Driver([sharded_group(4, 4)])
+    client = Client(driver, "p")
+    client.serve(1, 4 * SPAN, "a")
+    opened = client.open(2, 3 * SPAN + 1, "a")
+    assert opened.state == "runnable"
+    rows = driver.node.state.engines["e"].requests[2].chains[0].rows[:3]
+    table = driver.node.state.groups["p"].chains[0].table
+    assert (table.copies[0, HOST, rows] == CopyState.READY).all()
+    driver.apply(Trim("p", "p/host", 4))
+    assert (table.copies[0, HOST, rows] == CopyState.ABSENT).all()
+    assert (table.copies[0, DEVICE, rows] == CopyState.READY).all()
+    driver.apply(Trim("p", "p/hbm", 4))
+    assert (table.copies[0, DEVICE, rows] == CopyState.READY).all()
+    driver.leave(client)
+
+
+def test_a_span_that_ranks_below_all_that_the_host_holds_is_not_written():
+    driver = Driver([sharded_group(16, 3)], policy=return_rate)
+    client = Client(driver, "p")
+    client.serve(1, 3 * SPAN, "a")
+    assert offloaded(driver) == [0, SPAN, 2 * SPAN]
+    client.open(2, 2 * SPAN, "gone")
+    client.commit(2, 2 * SPAN)
+    client.step(closes=(Close(2, Closing.FINISHED, "end_turn", session_ends=True),))
+    client.run()
+    assert not driver.plans
+    assert driver.counters["writeback_bypass"] == 2
+    for _ in range(3):
+        driver.apply(Tick())
+        assert not driver.plans, "an ended session's spans rank last for good"
+    assert driver.counters["writeback_bypass"] == 8, "looked at once a tick, no more"
+    driver.apply(Trim("p", "p/host", 2))
+    driver.apply(Tick())
+    assert driver.plans, "there is room now"
+    driver.leave(client)
+
+
+def test_what_was_declined_is_written_when_its_rank_has_changed():
+    driver = Driver([sharded_group(16, 3)], policy=return_rate)
+    client = Client(driver, "p")
+    client.serve(1, 3 * SPAN, "a")
+    client.open(2, 2 * SPAN, "b")
+    client.commit(2, 2 * SPAN)
+    client.step(closes=(Close(2, Closing.FINISHED, "end_turn", session_ends=True),))
+    client.run()
+    assert not driver.plans
+    # The session was not over after all, and the other one is.
+    client.open(3, 3 * SPAN, "b")
+    client.commit(3, 3 * SPAN)
+    client.step(turn_ends=(TurnEnded("a", "end_turn", session_ends=True),))
+    client.run()
+    driver.apply(Tick())
+    driver.end_all()
+    assert driver.counters["offload"] == 6
+    assert driver.counters["host_reclaim"] == 3
     driver.leave(client)

@@ -15,7 +15,13 @@ def _candidates(*rows: tuple[int, int, int, bool, float]) -> Candidates:
     """Rows of (last used, first token, owner, dead, rate)."""
     used, first, owner, dead, rate = zip(*rows, strict=True)
     return Candidates(
-        np.array(used), np.array(first), np.array(owner, np.int32), np.array(dead), np.array(rate, np.float64)
+        np.array(used),
+        np.array(first),
+        np.array(owner, np.int32),
+        np.array(dead),
+        np.array(rate, np.float64),
+        np.zeros(len(rows), bool),
+        np.ones(len(rows)),
     )
 
 

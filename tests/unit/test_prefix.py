@@ -107,7 +107,15 @@ def test_parents_are_never_older_than_their_children(tree):
     assert tree.table.last_used[[one, two, three]].tolist() == [7, 7, 7]
     rows, table = [one, two, three], tree.table
     order = leaf_first_lru(
-        Candidates(table.last_used[rows], table.first_token[rows], table.owner[rows], table.dead[rows], np.zeros(3))
+        Candidates(
+            table.last_used[rows],
+            table.first_token[rows],
+            table.owner[rows],
+            table.dead[rows],
+            np.zeros(3),
+            np.zeros(3, bool),
+            np.ones(3),
+        )
     )
     assert order.tolist() == [2, 1, 0]
 
