@@ -12,14 +12,17 @@ from kvmanager.core.events import Close, Closing, Open, Progress, Trim
 from kvmanager.core.plans import Purpose, Rows
 from kvmanager.core.pool import PageState
 from kvmanager.layout import native_layout
-from tests.sim.content import PAGE_ROWS, POISON, Text
+from tests.sim.content import PAGE_ROWS, POISON, Memory, Text
 from tests.sim.driver import Client
 from tests.sim.harness import World
+from tests.sim.network import Network
+from tests.sim.published import learn
 from tests.sim.worlds import FORMAT, LIMITS, Regions, replicated
 
 PAGES = 24
 """Pages of the text: every share of 1, 2, 4 or 8 ranks gets some."""
 POOL_PAGES = 40
+NAMESPACE = b"ns"
 PAGE_BYTES = native_layout(FORMAT, PAGE_ROWS).page_bytes
 
 
@@ -29,11 +32,13 @@ class _Node:
     def __init__(self, ranks: int) -> None:
         regions = Regions({})
         self.spec = replicated(regions, "r", POOL_PAGES, POOL_PAGES, ranks)
-        self.world = World([self.spec], regions.sizes, LIMITS, random.Random(ranks))
-        self.client = Client(self.world, "r")
+        self.memory = Memory(regions.sizes)
+        network = Network(random.Random(ranks), self.memory)
+        self.world = World(0, [self.spec], LIMITS, network)
+        self.client = Client(self.world, "r", namespace=NAMESPACE)
         self.text = Text()
         self.text.extend(PAGES * PAGE_ROWS, random.Random(7))
-        self.world.learn(self.text.digests)
+        learn(self.text.digests)
 
     @property
     def kv(self):
@@ -41,7 +46,7 @@ class _Node:
 
     def page(self, region: int, page: int) -> np.ndarray:
         """The bytes of one page of a region."""
-        return self.world.memory.regions[region][page * PAGE_BYTES : (page + 1) * PAGE_BYTES].copy()
+        return self.memory.regions[region][page * PAGE_BYTES : (page + 1) * PAGE_BYTES].copy()
 
     def device_pages(self, spans: tuple) -> list[int]:
         return np.concatenate([run.pages["kv"][0] for run in spans]).tolist()
@@ -49,14 +54,14 @@ class _Node:
     def compute(self, pages: list[int]) -> None:
         """Every rank writes every token."""
         for rows, content in self.rows(pages):
-            self.world.memory.fill(self.kv.layout, rows, content)
+            self.memory.fill(self.kv.layout, rows, content)
 
     def rows(self, pages: list[int]) -> Iterator[tuple[Rows, np.ndarray]]:
         """For each rank: where the tokens of the text's first pages belong, and what they are."""
         position = np.arange(len(pages) * PAGE_ROWS)
         page, slot = np.asarray(pages)[position // PAGE_ROWS], position % PAGE_ROWS
         for region in self.kv.device_regions:
-            yield Rows(np.full(len(position), region, np.int32), page, slot), self.text.content(position, 0)
+            yield Rows(np.full(len(position), region, np.int32), page, slot), self.text.content(position, NAMESPACE[0])
 
     def serve(self) -> None:
         """The text is computed, published, and on the host."""
@@ -91,7 +96,7 @@ def test_the_host_holds_a_token_once_however_many_ranks_there_are(ranks: int) ->
     host = node.world.node.state.groups["r"].pools["r/host"]
     assert host.account()[PageState.READY] == PAGES * PAGE_BYTES
     assert host.capacity_bytes == POOL_PAGES * PAGE_BYTES
-    assert sum(node.world.sizes[region] for region in node.kv.host_regions) == POOL_PAGES * PAGE_BYTES
+    assert sum(node.memory.sizes[region] for region in node.kv.host_regions) == POOL_PAGES * PAGE_BYTES
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -111,7 +116,7 @@ def test_page_i_lies_in_share_i_mod_n_and_every_rank_wrote_its_own(ranks: int) -
         device, host = int(table.pages[0, 0, row, 0]), int(table.pages[0, 1, row, 0])
         held = node.page(node.kv.host_regions[host % ranks], host // ranks)
         assert np.array_equal(held, node.page(node.kv.device_regions[0], device))
-    node.world.check_published()
+    node.world.published.check()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -123,7 +128,7 @@ def test_after_an_onboard_every_rank_has_the_right_bytes(ranks: int) -> None:
     hbm = node.world.node.state.groups["r"].pools["r/hbm"]
     assert hbm.free_slabs == POOL_PAGES, "every device copy had a host copy and left"
     for region in node.kv.device_regions:
-        assert (node.world.memory.regions[region] == POISON).all(), "nothing is left that an onboard could rely on"
+        assert (node.memory.regions[region] == POISON).all(), "nothing is left that an onboard could rely on"
     waiting = node.open(2)
     assert waiting.state == "waiting"
     assert waiting.cached_tokens == (PAGES - 1) * PAGE_ROWS
@@ -133,4 +138,4 @@ def test_after_an_onboard_every_rank_has_the_right_bytes(ranks: int) -> None:
     assert ready.state == "runnable"
     pages = node.device_pages(ready.spans)[: PAGES - 1]
     for rows, content in node.rows(pages):
-        assert not node.world.memory.wrong(node.kv.layout, rows, content).any(), f"region {rows.region[0]}"
+        assert not node.memory.wrong(node.kv.layout, rows, content).any(), f"region {rows.region[0]}"
