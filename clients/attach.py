@@ -22,13 +22,18 @@ ATTACH_TIMEOUT_S: Final = 10.0
 
 
 class Attachment:
-    """The open connection of one client process. While it is open the daemon counts this process as alive.
+    """The open connection of one client process.
 
+    The daemon counts this process as alive until the kernel says that it is dead; of a worker, also every child that
+    it forked, for those inherit `lifeline` (-1 for other roles), which stays open until the process ends.
     `token` goes with every gRPC call; `grpc_path` is the daemon's socket; `boot_id` changes when the
     daemon restarts. Safe to use from several threads.
     """
 
-    def __init__(self, channel: socket.socket, token: str, grpc_path: Path, boot_id: int) -> None:
+    def __init__(
+        self, channel: socket.socket, token: str, grpc_path: Path, boot_id: int, lifeline: int = -1
+    ) -> None:
+        self.lifeline = lifeline
         self.token = token
         self.grpc_path = grpc_path
         self.boot_id = boot_id
@@ -48,8 +53,17 @@ class Attachment:
             raise DaemonError(f"asked for the descriptors of attach {attach_id}, got {payload}")
         return list(fds)
 
+    def release_lifeline(self) -> None:
+        """For a process whose mappings of the node's memory are gone, or that detached cleanly. Idempotent."""
+        lifeline, self.lifeline = self.lifeline, -1
+        if lifeline >= 0:
+            os.close(lifeline)
+
     def close(self) -> None:
-        """Leaves: the daemon sees the connection end at once. Idempotent."""
+        """Leaves on purpose: the daemon is told, and the connection ends at once. Idempotent."""
+        with contextlib.suppress(PeerUnreachable, OSError):  # it is broken, or closed
+            self._channel.setblocking(False)
+            send_json(self._channel, {"leave": True})
         self._channel.close()
 
 
@@ -64,14 +78,14 @@ def attach(runtime_dir: Path, role: str, name: str, timeout_s: float = ATTACH_TI
     try:
         channel.settimeout(timeout_s)
         _connect(channel, path)
-        payload, _ = _ask(channel, {"role": role, "name": name})
+        payload, fds = _ask(channel, {"role": role, "name": name})
         token, grpc_path, boot_id = payload.get("token"), payload.get("grpc"), payload.get("boot_id")
         if not isinstance(token, str) or not isinstance(grpc_path, str) or not isinstance(boot_id, int):
             raise DaemonError(f"{path} answered {sorted(payload)}, not a token; is it a kvmanager node?")
     except BaseException:
         channel.close()
         raise
-    return Attachment(channel, token, Path(grpc_path), boot_id)
+    return Attachment(channel, token, Path(grpc_path), boot_id, fds[0] if fds else -1)
 
 
 def _connect(channel: socket.socket, path: Path) -> None:

@@ -90,6 +90,7 @@ class WorkerRank:
             self._stub.Detach(pb.DetachRequest(attach_id=self.attach_id))
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
+        self._attachment.release_lifeline()
 
     def close(self) -> None:
         """Ends the connection. The mappings live on until nobody holds a view of them."""
@@ -105,6 +106,7 @@ def connect_worker(runtime_dir: Path, engine: str, epoch: int, rank: int) -> Wor
         return WorkerRank(attachment, channel, engine, epoch, rank)
     except BaseException:
         channel.close()
+        attachment.release_lifeline()  # nothing is mapped
         attachment.close()
         raise
 
@@ -165,18 +167,27 @@ class WorkerGroup:
 
 
 def _map_regions(regions: Iterable[pb.Region], fds: Sequence[int]) -> dict[int, Memory]:
-    """Maps each region, in order, and closes the fds: a mapping outlives its fd."""
+    """Maps each region, in order, and closes the fds: a mapping outlives its fd.
+
+    A child that this process forks has none of the mappings: nobody else would know that it can write to them.
+    """
     described = list(regions)
     try:
         if len(described) != len(fds):
             raise InvalidArgument(f"{len(fds)} fds came for {len(described)} regions")
         return {
-            region.region_id: np.frombuffer(mmap.mmap(fd, region.size_bytes), dtype=np.uint8)
+            region.region_id: _map(fd, region.size_bytes)
             for region, fd in zip(described, fds, strict=True)
         }
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def _map(fd: int, size_bytes: int) -> Memory:
+    mapping = mmap.mmap(fd, size_bytes)
+    mapping.madvise(mmap.MADV_DONTFORK)
+    return np.frombuffer(mapping, dtype=np.uint8)
 
 
 def _timeline_words(regions: Iterable[pb.Region], memories: Mapping[int, Memory]) -> npt.NDArray[np.uint64]:

@@ -33,21 +33,32 @@ class AdminService(pb_grpc.AdminServicer):
     """Read-only views. `state()` names the node's life: starting, serving, draining."""
 
     def __init__(
-        self, boot_id: int, name: str, loop: OwnerLoop, callers: Callers, mover: Mover, state: Callable[[], str]
+        self,
+        boot_id: int,
+        name: str,
+        loop: OwnerLoop,
+        callers: Callers,
+        mover: Mover,
+        state: Callable[[], str],
+        fence_action: str,
+        holders: Callable[[tuple[str, int]], str],
     ) -> None:
+        """`holders(engine, epoch)`: what the pages of a suspect engine wait for."""
         self._boot_id = boot_id
         self._name = name
         self._loop = loop
         self._callers = callers
         self._mover = mover
         self._state = state
+        self._fence_action = fence_action
+        self._holders = holders
         self._started_ns = time.monotonic_ns()
 
     @typed
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:  # noqa: ARG002
         """Engines, movers, counters, and whether every pool's states sum to its capacity."""
         self._callers.who(context, *ROLES)
-        reply = self._loop.inspect(_status)
+        reply = self._loop.inspect(self._status)
         info = self._mover.info
         reply.boot_id = self._boot_id
         reply.version = __version__
@@ -61,6 +72,15 @@ class AdminService(pb_grpc.AdminServicer):
             outstanding=info.outstanding,
             agent_started=info.agent is not None,
         )
+        return reply
+
+    def _status(self, node: Node) -> pb.StatusReply:
+        reply = _status(node)
+        for engine, entry in zip(node.state.all_engines(), reply.engines, strict=True):
+            if engine.suspect:
+                entry.suspect_ns = max(node.state.now - engine.suspect_ns, 1)
+                entry.held_by = self._holders((engine.name, engine.epoch))
+                entry.fence = self._fence_action if engine.fenced else ""
         return reply
 
     @typed

@@ -5,10 +5,15 @@ gRPC does not tell the uid of a peer on a unix socket. So every client first con
 frame names a role; the answer holds the token that its gRPC calls carry, where gRPC listens and the
 daemon's boot id. The connection stays open as long as the client lives:
 
-    connected --socket breaks--> disconnected (suspect) --pidfd readable--> exited (gone)
+    connected --socket breaks--> disconnected (suspect) --pidfd readable, lifeline at its end--> exited (gone)
 
-Exit is reported after disconnect, always, also where a child inherited the socket and keeps it open.
-Later frames `{"fds_for": attach_id}` are answered with the descriptors of that attach.
+A worker, which maps memory, also gets its *lifeline* with the answer: the write end of a pipe that it keeps open
+and never uses. A child that it forks inherits that end with everything else, and nobody can end the pipe but by
+closing it; so the pipe is at its end only when the process and all who inherited from it are gone. The socket
+would not do: any of its holders can shut it down, and it is gone with the daemon that accepted it.
+
+Exit is reported after disconnect, always. Later frames `{"fds_for": attach_id}` are answered with the descriptors
+of that attach. `{"leave": true}` says that the client goes on purpose; it is not answered.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import logging
 import os
 import secrets
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -33,11 +39,12 @@ from kvmanager.runtime_dir import ATTACH_SOCKET, bind_socket, make_private_dir, 
 ROLES: Final = ("engine", "worker", "operator", "peer")
 NAME_MAX_CHARS: Final = 200
 CONNECTIONS_MAX: Final = 256
-"""Each takes two descriptors; a process may commonly have 1,024."""
+"""Each takes up to three descriptors, and one more for its gRPC connection."""
 HELLO_DEADLINE_S: Final = 5.0
 """A connection that has not said who it is by then is closed."""
 
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in Python's socket module
+_LIFELINE_READ_BYTES: Final = 4096
 _log = logging.getLogger(__name__)
 
 
@@ -45,8 +52,9 @@ _log = logging.getLogger(__name__)
 class ClientIdentity:
     """One attached process.
 
-    `token`: 256 random bits, hex. `pidfd` is readable once the process is gone; it is the server's, which
-    closes it after `on_exit`.
+    `token`: 256 random bits, hex. `pidfd` is readable once the process is gone. `lifeline` is at its end once the
+    process and its children hold their end no more; -1 for a role that maps no memory. Both are the server's, which
+    closes them after `on_exit`.
     """
 
     token: str
@@ -55,6 +63,15 @@ class ClientIdentity:
     pidfd: int
     role: str
     name: str
+    lifeline: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLife:
+    """What is known of an attached process. `inherited`: it is dead, but a child holds its lifeline."""
+
+    pid: int
+    inherited: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +85,18 @@ class Peer:
 
 @dataclass(eq=False, slots=True)
 class _Connection:
-    """A socket and its peer. `identity` is set once it attached; `channel` is None once it broke."""
+    """A socket and its peer. `identity` is set once it attached; `channel` is None once it broke.
+
+    `dead`: the pidfd was readable. `lifeline_open`: somebody holds the other end.
+    """
 
     channel: socket.socket | None
     peer: Peer
     opened_s: float
     reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_JSON_BYTES))
     identity: ClientIdentity | None = None
+    dead: bool = False
+    lifeline_open: bool = False
 
 
 class AttachServer:
@@ -83,7 +105,9 @@ class AttachServer:
     The callbacks run in that thread, one at a time, and must not block:
 
     * `on_attach(identity)` before the token is handed out; a KVError refuses the client with it.
-    * `on_disconnect(token)` when the socket broke; then `on_exit(token)` when the process is gone.
+    * `on_leave(token)` when the client said that it goes, before its disconnect.
+    * `on_disconnect(token)` when the socket broke; then `on_exit(token)` when the process is gone, and every
+      child that holds its lifeline.
     * `fds_for(token, attach_id)` gives the descriptors of an attach, which stay the callee's; a KVError
       is passed on to the client.
     * `on_failure(error)` when a callback raised anything else: the server has stopped and the daemon must.
@@ -97,6 +121,7 @@ class AttachServer:
         boot_id: int,
         grpc_path: Path,
         on_attach: Callable[[ClientIdentity], None],
+        on_leave: Callable[[str], None],
         on_disconnect: Callable[[str], None],
         on_exit: Callable[[str], None],
         fds_for: Callable[[str, int], Sequence[int]],
@@ -107,6 +132,7 @@ class AttachServer:
         self._boot_id = boot_id
         self._grpc_path = grpc_path
         self._on_attach = on_attach
+        self._on_leave = on_leave
         self._on_disconnect = on_disconnect
         self._on_exit = on_exit
         self._fds_for = fds_for
@@ -143,6 +169,8 @@ class AttachServer:
                 connection.channel.close()
             connection.reader.close()
             os.close(connection.peer.pidfd)
+            if connection.identity is not None and connection.identity.lifeline >= 0:
+                os.close(connection.identity.lifeline)
         self._selector.close()
         for end in (self._listener, self._wake_source, self._wake_target):
             end.close()
@@ -163,6 +191,30 @@ class AttachServer:
                 raise Suspect(f"the attach connection of {identity.role} {identity.name!r} broke; attach again")
             return connection.identity
 
+    def life_of(self, token: str) -> ProcessLife | None:
+        """The process behind a token, from any thread; None when it is gone."""
+        with self._lock:
+            connection = self._attached.get(token)
+            return None if connection is None else ProcessLife(connection.peer.pid, connection.dead)
+
+    def kill(self, token: str) -> bool:
+        """SIGKILL to the process behind a token, through its pidfd: never to another one that got its number.
+
+        From any thread. False when it is dead already, or this uid may not end it.
+        """
+        with self._lock:  # the pidfd is closed only after the token is forgotten
+            connection = self._attached.get(token)
+            if connection is None or connection.dead:
+                return False
+            try:
+                signal.pidfd_send_signal(connection.peer.pidfd, signal.SIGKILL)
+            except ProcessLookupError:
+                return False
+            except PermissionError:
+                _log.error("may not end pid %d of uid %d", connection.peer.pid, connection.peer.uid)
+                return False
+        return True
+
     # ------------------------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
@@ -180,7 +232,7 @@ class AttachServer:
         actions = [key.data for key, _ in events]
         if None in actions:
             return False
-        # Sockets before pidfds, so that a break and an exit seen together are reported in this order.
+        # Sockets before the signs of death, so that a break and an exit seen together are reported in this order.
         for action in sorted(actions, key=lambda each: isinstance(each, _Exit)):
             action()
         now = time.monotonic()
@@ -244,10 +296,15 @@ class AttachServer:
         if connection.identity is None:
             self._greet(connection, message)
             return
+        if message == {"leave": True}:
+            self._on_leave(connection.identity.token)
+            self._drop(connection)
+            return
         attach_id = message.get("fds_for")
         if not isinstance(attach_id, int) or isinstance(attach_id, bool) or message.keys() != {"fds_for"}:
             raise InvalidArgument(
-                f"a frame with keys {sorted(message)}; this connection serves {{'fds_for': attach_id}}"
+                f"a frame with keys {sorted(message)}; this connection serves {{'fds_for': attach_id}} "
+                "and {'leave': true}"
             )
         try:
             fds = self._fds_for(connection.identity.token, attach_id)
@@ -262,15 +319,28 @@ class AttachServer:
         if not isinstance(name, str) or not 0 < len(name) <= NAME_MAX_CHARS:
             raise InvalidArgument(f"name {str(name)[:40]!r} is not a text of 1 to {NAME_MAX_CHARS} characters")
         peer = connection.peer
-        identity = ClientIdentity(secrets.token_hex(32), peer.uid, peer.pid, peer.pidfd, str(role), name)
-        self._on_attach(identity)
+        lifeline, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if role == "worker" else (-1, -1)
+        fds = [theirs] if role == "worker" else []
+        try:
+            identity = ClientIdentity(secrets.token_hex(32), peer.uid, peer.pid, peer.pidfd, str(role), name, lifeline)
+            self._on_attach(identity)
+        except BaseException:
+            for fd in (lifeline, *fds):
+                if fd >= 0:
+                    os.close(fd)
+            raise
         with self._lock:
             connection.identity = identity
             self._attached[identity.token] = connection
         self._waiting.discard(connection)
-        self._selector.register(peer.pidfd, selectors.EVENT_READ, _Exit(self, connection))
         answer = {"token": identity.token, "grpc": os.fspath(self._grpc_path), "boot_id": self._boot_id}
-        self._send(connection, answer)
+        self._send(connection, answer, fds)
+        for fd in fds:
+            os.close(fd)
+        self._selector.register(peer.pidfd, selectors.EVENT_READ, _Exit(lambda: self._died(connection)))
+        if lifeline >= 0:
+            connection.lifeline_open = True
+            self._selector.register(lifeline, selectors.EVENT_READ, _Exit(lambda: self._lifeline(connection)))
 
     def _send(self, connection: _Connection, payload: dict[str, object], fds: Sequence[int] = ()) -> None:
         """Sends without waiting; a client that does not read, or is gone, is dropped."""
@@ -302,26 +372,54 @@ class AttachServer:
         else:
             self._on_disconnect(connection.identity.token)
 
-    def _exited(self, connection: _Connection) -> None:
+    def _died(self, connection: _Connection) -> None:
+        """The pidfd is readable."""
         identity = connection.identity
         assert identity is not None, "only attached processes are watched"
         self._drop(connection)
         self._selector.unregister(identity.pidfd)
         with self._lock:
+            connection.dead = True
+        if connection.lifeline_open:
+            self._lifeline(connection)  # it ended before the process did, if nobody inherited it
+        else:
+            self._exited(identity)
+        if connection.lifeline_open:
+            _log.warning("pid %d is dead, but a child of it holds its memory: waiting for that", identity.pid)
+
+    def _lifeline(self, connection: _Connection) -> None:
+        """The lifeline is readable: at its end, or written to, which means nothing."""
+        identity = connection.identity
+        assert identity is not None, "only attached processes are watched"
+        if not connection.lifeline_open:  # seen by `_died` earlier in this turn
+            return
+        try:
+            if os.read(identity.lifeline, _LIFELINE_READ_BYTES):
+                return
+        except BlockingIOError:
+            return
+        connection.lifeline_open = False
+        self._selector.unregister(identity.lifeline)
+        if connection.dead:
+            self._exited(identity)
+
+    def _exited(self, identity: ClientIdentity) -> None:
+        with self._lock:
             del self._attached[identity.token]
         self._on_exit(identity.token)
         os.close(identity.pidfd)
+        if identity.lifeline >= 0:
+            os.close(identity.lifeline)
 
 
 @dataclass(frozen=True, slots=True)
 class _Exit:
-    """What to do when a pidfd is readable; a type of its own, so that a turn can order it after sockets."""
+    """What to do at a sign of death; a type of its own, so that a turn can order it after sockets."""
 
-    server: AttachServer
-    connection: _Connection
+    do: Callable[[], None]
 
     def __call__(self) -> None:
-        self.server._exited(self.connection)
+        self.do()
 
 
 def _error_frame(error: KVError) -> dict[str, object]:

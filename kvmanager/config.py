@@ -27,6 +27,8 @@ from kvmanager.units import MIB, MILLISECOND_NS, format_bytes, parse_bytes
 RUNTIME_DIR_MAX_BYTES: Final = 80
 """A unix socket's path holds 107 bytes; this leaves room for the longest name below the directory."""
 
+HOUR_MS: Final = 3_600_000
+
 Parser = Callable[[object], Any]
 T = TypeVar("T")
 
@@ -41,6 +43,15 @@ def _count(minimum: int) -> Parser:
     def parse(value: object) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise ValueError(f"{value!r} is not a whole number of at least {minimum}")
+        return value
+
+    return parse
+
+
+def _between(minimum: int, maximum: int) -> Parser:
+    def parse(value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise ValueError(f"{value!r} is not a whole number from {minimum} to {maximum}")
         return value
 
     return parse
@@ -122,6 +133,21 @@ class LeaseSection:
     def grace_ns(self) -> int:
         """Time between a lease's end and the reuse of what it pinned."""
         return self.grace_ms * MILLISECOND_NS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FenceSection:
+    """`[fence]`: engines that no longer answer. A stopped process is suspect after `ping_ms` + `silence_ms` at most."""
+
+    action: str = "hold"
+    after_ms: int = 30_000
+    ping_ms: int = 10_000
+    silence_ms: int = 20_000
+
+    @property
+    def after_ns(self) -> int:
+        """How long an engine is suspect before `action` is taken."""
+        return self.after_ms * MILLISECOND_NS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +256,7 @@ class NodeConfig:
 
     node: NodeSection
     lease: LeaseSection
+    fence: FenceSection
     mover: MoverSection
     admission: AdmissionSection
     eviction: EvictionSection
@@ -298,6 +325,7 @@ class NodeConfig:
 _TABLES: Final[Mapping[str, type[Any]]] = {
     "node": NodeSection,
     "lease": LeaseSection,
+    "fence": FenceSection,
     "mover": MoverSection,
     "admission": AdmissionSection,
     "eviction": EvictionSection,
@@ -311,6 +339,12 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "trust_uids": _uids,
     },
     LeaseSection: {"ticket_ttl_ms": _count(1), "grace_ms": _count(0)},
+    FenceSection: {
+        "action": _choice("hold", "kill"),
+        "after_ms": _between(0, HOUR_MS),
+        "ping_ms": _between(100, HOUR_MS),
+        "silence_ms": _between(100, HOUR_MS),
+    },
     MoverSection: {"staging_bytes": _size, "chunk_bytes": _size, "pull_deadline_ms": _count(1)},
     AdmissionSection: {"overcommit": _factor, "growth_cap_tokens": _count(1)},
     EvictionSection: {"policy": _choice(*POLICIES)},

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -28,12 +29,13 @@ from kvmanager.allocators.backing import available_host_bytes
 from kvmanager.attach import AttachServer, ClientIdentity
 from kvmanager.callers import Callers
 from kvmanager.config import NodeConfig
-from kvmanager.core.events import AbandonTicket, Drain, Effect, Notified, StartPull, SubmitPlan
+from kvmanager.core.events import AbandonTicket, Drain, Effect, FenceEngine, Notified, StartPull, SubmitPlan
 from kvmanager.core.eviction import POLICIES
 from kvmanager.core.node import Node
 from kvmanager.deposits import KeeperLink
 from kvmanager.engine_service import EngineService, Gate
 from kvmanager.errors import ConfigError, DaemonError, KVError, NotReady
+from kvmanager.fencing import Fence
 from kvmanager.groups import core_limits, plan_memory
 from kvmanager.handoff import Handoffs
 from kvmanager.keeper import EXIT_CONFIG, EXIT_FAILED
@@ -76,10 +78,13 @@ class Daemon:
         self._failure: BaseException | None = None
         self._state = "starting"
         self._groups = {group.name: group for group in plan.groups}
-        self._hub = SessionHub(self._boot_id, limits.stored_replies)
         self._gate = Gate()
         self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail)
-        self._membership = Membership(self._loop.post, self._regions.unbind, self._hub.forget)
+        self._membership = Membership(
+            self._loop.post, self._regions.unbind, lambda engine, epoch: self._hub.forget(engine, epoch)
+        )
+        unread_messages = limits.stored_replies + limits.unseen_notices
+        self._hub = SessionHub(self._boot_id, limits.stored_replies, unread_messages, self._membership.stalled)
         self._handoffs = Handoffs(
             config.node.name,
             self._groups,
@@ -109,12 +114,15 @@ class Daemon:
             boot_id=self._boot_id,
             grpc_path=socket_path,
             on_attach=self._on_attach,
+            on_leave=self._membership.leaving,
             on_disconnect=self._membership.disconnected,
             on_exit=self._membership.exited,
             fds_for=lambda token, attach_id: self._workers.fds_for(token, attach_id),
             on_failure=self._fail,
         )
         callers = Callers(attach_server)
+        fence = self._config.fence
+        self._fence = Fence(fence.action, self._membership, attach_server)
         self._workers = WorkerService(
             self._boot_id, self._loop, self._groups, callers, self._membership, self._regions
         )
@@ -125,7 +133,14 @@ class Daemon:
             self._boot_id, str(runtime_dir), self._loop, self._groups, callers, self._membership, self._mover
         )
         admin = AdminService(
-            self._boot_id, self._config.node.name, self._loop, callers, self._mover, lambda: self._state
+            self._boot_id,
+            self._config.node.name,
+            self._loop,
+            callers,
+            self._mover,
+            lambda: self._state,
+            fence.action,
+            self._fence.holders,
         )
         server = grpc.server(
             ThreadPoolExecutor(max_workers=STREAM_THREADS, thread_name_prefix="grpc"),
@@ -135,6 +150,12 @@ class Daemon:
                 ("grpc.max_receive_message_length", MESSAGE_MAX_BYTES),
                 ("grpc.max_send_message_length", MESSAGE_MAX_BYTES),
                 ("grpc.so_reuseport", 0),
+                # A client that does not answer pings is stopped or hung; one that is only idle answers them.
+                ("grpc.keepalive_time_ms", fence.ping_ms),
+                ("grpc.keepalive_timeout_ms", fence.silence_ms),
+                ("grpc.http2.ping_timeout_ms", fence.silence_ms),  # the one that counts in gRPC 1.84; 60 s by default
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_pings_without_data", 0),
             ],
         )
         pb_grpc.add_EngineServicer_to_server(engines, server)
@@ -208,6 +229,9 @@ class Daemon:
                 self._handoffs.abandon(effect.ticket)
             case Notified():
                 self._hub.notify(effect)
+            case FenceEngine():
+                trusted = [(e.name, e.epoch) for e in self._node.state.all_engines() if not e.suspect]
+                self._fence.apply((effect.engine, effect.epoch), trusted)
             case _:
                 raise AssertionError(f"unhandled effect {effect!r}")
 
@@ -231,6 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not __debug__:
         _log.critical("assertions are off (python -O): a broken invariant would serve wrong KV; start without -O")
         return EXIT_FAILED
+    _allow_descriptors()
     keeper = KeeperLink(options.keeper_fd) if options.keeper_fd is not None else None
     try:
         _forget_old_memory(keeper)
@@ -239,6 +264,12 @@ def main(arguments: list[str] | None = None) -> int:
         _log.critical("%s", error)
         return EXIT_CONFIG
     return _serve(daemon)
+
+
+def _allow_descriptors() -> None:
+    """As many as this process may have: clients take up to four each, regions one each."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _forget_old_memory(keeper: KeeperLink | None) -> None:

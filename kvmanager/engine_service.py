@@ -121,7 +121,7 @@ class EngineService(pb_grpc.EngineServicer):
                 target=self._read, args=(stream, first, request_iterator), name=f"session-{key[0]}", daemon=True
             )
             reader.start()
-            while (message := stream.outgoing.get()) is not None:
+            while (message := stream.get()) is not None:
                 if isinstance(message, KVError):
                     raise message
                 yield message

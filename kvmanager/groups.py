@@ -121,5 +121,6 @@ def core_limits(config: NodeConfig) -> Limits:
         overcommit=config.admission.overcommit,
         ticket_ttl_ns=config.lease.ticket_ttl_ns,
         ticket_grace_ns=config.lease.grace_ns,
+        fence_after_ns=config.fence.after_ns,
         pull_deadline_ns=config.mover.pull_deadline_ns,
     )

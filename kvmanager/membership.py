@@ -1,9 +1,9 @@
 """Who is here and who is gone: which process stands behind which engine and rank.
 
-A broken stream or attach connection makes an engine suspect. It is gone only when nothing of it can touch
-memory any more: its stream has ended (or its scheduler's process is dead) and each of its ranks detached cleanly
-or its process is dead (pidfd). The scheduler itself maps no memory, so its own life does not matter once its
-stream is over.
+A broken stream or attach connection makes an engine suspect. It is gone only when nothing of it can touch memory or
+come back: each of its ranks detached cleanly or its process is dead, and its scheduler left on purpose, with no
+stream open, or its process is dead too. A rank's process is dead when its pidfd is readable and nobody who inherited
+from it holds its lifeline (`attach.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvmanager.core.events import DetachRank, EngineGone, EngineSuspect, Event
+from kvmanager.core.events import DetachRank, EngineGone, EngineSuspect, Event, TimelinesRead
 from kvmanager.errors import StaleEpoch, UnknownLease
 from kvmanager.protos import kvmanager_pb2 as pb
 
@@ -34,13 +34,12 @@ class Registration:
 class _Member:
     """One epoch of an engine. `ranks`: live attach id -> worker token.
 
-    `streams`: open session streams. `started`: it opened one once. `left`: its scheduler's attach connection
-    broke. `dead`: its scheduler's process is dead, so that no stream of it says anything any more.
+    `streams`: open session streams. `left`: its scheduler said that it goes, or registered anew. `dead`: its
+    scheduler's process is dead, so that no stream of it says anything any more.
     """
 
     registration: Registration
     streams: int = 0
-    started: bool = False
     left: bool = False
     dead: bool = False
     ranks: dict[int, str] = field(default_factory=dict)
@@ -48,8 +47,13 @@ class _Member:
     @property
     def over(self) -> bool:
         """Nothing of it can touch memory, and nothing of it will come back."""
-        silent = self.streams == 0 and (self.started or self.left)
-        return not self.ranks and (self.dead or silent)
+        return not self.ranks and (self.dead or (self.left and self.streams == 0))
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Of the processes that it waits for."""
+        scheduler = () if self.dead or (self.left and self.streams == 0) else (self.registration.token,)
+        return tuple(dict.fromkeys([*scheduler, *self.ranks.values()]))
 
 
 class Membership:
@@ -62,12 +66,15 @@ class Membership:
     def __init__(
         self,
         post: Callable[[Event], None],
-        on_rank_ended: Callable[[int], None],
+        end_word: Callable[[int], int],
         on_gone: Callable[[str, int], None],
     ) -> None:
-        """`on_rank_ended(attach_id)` and `on_gone(engine, epoch)` come once each, and must not block."""
+        """`end_word(attach_id)` ends the watch on a timeline word and gives its last value.
+
+        It and `on_gone(engine, epoch)` come once each, and must not block.
+        """
         self._post = post
-        self._on_rank_ended = on_rank_ended
+        self._end_word = end_word
         self._on_gone = on_gone
         self._members: dict[EngineKey, _Member] = {}
         self._lock = threading.RLock()
@@ -75,6 +82,10 @@ class Membership:
     def registered(self, engine: str, epoch: int, registration: Registration) -> None:
         """An engine's scheduler registered."""
         with self._lock:
+            for key, member in list(self._members.items()):
+                if key[0] == engine and member.registration.token == registration.token:
+                    member.left = True  # its own process has replaced it
+                    self._check_gone(key, member)
             self._members[(engine, epoch)] = _Member(registration)
 
     def registration(self, engine: str, epoch: int) -> Registration:
@@ -114,8 +125,14 @@ class Membership:
         with self._lock:
             for key, member in list(self._members.items()):
                 if member.ranks.pop(attach_id, None) is not None:
-                    self._on_rank_ended(attach_id)
+                    self._end_word(attach_id)
                     self._check_gone(key, member)
+
+    def processes(self, engine: str, epoch: int) -> tuple[str, ...]:
+        """Tokens of the processes whose end the epoch waits for; none when it is gone."""
+        with self._lock:
+            member = self._members.get((engine, epoch))
+            return member.tokens if member is not None else ()
 
     def stream_opened(self, engine: str, epoch: int) -> None:
         """A session stream of this epoch begins; say so before the core is told.
@@ -126,7 +143,6 @@ class Membership:
             member = self._members.get((engine, epoch))
             if member is not None:
                 member.streams += 1
-                member.started = True
 
     def stream_ended(self, engine: str, epoch: int) -> None:
         """A session stream ended, cleanly or not."""
@@ -139,16 +155,28 @@ class Membership:
                 self._post(EngineSuspect(engine, epoch))
                 self._check_gone((engine, epoch), member)
 
+    def stalled(self, engine: str, epoch: int) -> None:
+        """The client does not read its stream; its replies were dropped."""
+        _log.warning("engine %s epoch %d does not read its session", engine, epoch)
+        self._post(EngineSuspect(engine, epoch))
+
+    def leaving(self, token: str) -> None:
+        """The client says that it goes on purpose. Of a rank this says nothing: that detaches."""
+        with self._lock:
+            for key, member in list(self._members.items()):
+                if member.registration.token == token:
+                    member.left = True
+                    self._check_gone(key, member)
+
     def disconnected(self, token: str) -> None:
-        """An attach connection broke: the engine is suspect, its memory stays until the pidfd says more."""
+        """An attach connection broke: the engine is suspect, its memory stays until the process is dead."""
         with self._lock:
             for (engine, epoch), member in list(self._members.items()):
                 if token in member.ranks.values():
                     _log.warning("engine %s epoch %d: a rank's connection broke", engine, epoch)
                     self._post(EngineSuspect(engine, epoch))
-                if member.registration.token == token:
-                    member.left = True
-                    self._check_gone((engine, epoch), member)
+                elif member.registration.token == token and member.streams == 0:
+                    self._post(EngineSuspect(engine, epoch))
 
     def exited(self, token: str) -> None:
         """The process behind a token is dead: none of its kernels or copies can run any more."""
@@ -157,8 +185,9 @@ class Membership:
                 dead = [attach_id for attach_id, worker in member.ranks.items() if worker == token]
                 for attach_id in dead:
                     del member.ranks[attach_id]
+                    # What it raised last counts: all its writes came before that.
+                    self._post(TimelinesRead({attach_id: self._end_word(attach_id)}))
                     self._post(DetachRank(attach_id))
-                    self._on_rank_ended(attach_id)
                 if member.registration.token == token:
                     member.dead = True
                 self._check_gone(key, member)

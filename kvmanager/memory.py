@@ -57,11 +57,13 @@ class NodeRegions:
         with self._lock:
             self._attached[attach_id] = (word, granted)
 
-    def unbind(self, attach_id: int) -> None:
-        """Ends that. Raises UnknownLease when there is no such attach."""
+    def unbind(self, attach_id: int) -> int:
+        """Ends that; the last value of its word. Raises UnknownLease when there is no such attach."""
         with self._lock:
-            if self._attached.pop(attach_id, None) is None:
+            attached = self._attached.pop(attach_id, None)
+            if attached is None:
                 raise UnknownLease(f"attach {attach_id} is unknown or has ended")
+            return int(self._words[attached[0]])
 
     def granted_fds(self, attach_id: int) -> list[int]:
         """The descriptors of an attach, in order; they stay ours. Raises UnknownLease."""

@@ -63,6 +63,15 @@ def status_screen(reply: pb.StatusReply) -> RenderableType:
     for engine in reply.engines:
         counts = (engine.epoch, engine.ranks_attached, engine.requests)
         engines.add_row(engine.engine, engine.group, engine.state, *map(str, counts))
+    suspects = [
+        f"{engine.engine} epoch {engine.epoch} is suspect for {_seconds(engine.suspect_ns)}: "
+        + (f"its pages are held while {engine.held_by}" if engine.held_by else "its pages return now")
+        + {"": "", "kill": "; its processes were sent SIGKILL", "hold": '; held, as [fence] action = "hold" says'}[
+            engine.fence
+        ]
+        for engine in reply.engines
+        if engine.state == "suspect"
+    ]
     movers = _table("movers", "device", "agent", "pid", "plans out", text=2)
     for mover in reply.movers:
         movers.add_row(
@@ -72,7 +81,7 @@ def status_screen(reply: pb.StatusReply) -> RenderableType:
     for name, count in sorted(reply.counters.items()):
         counters.add_row(name, f"{count:,}")
     return Group(
-        head, "", _or_nothing(engines, "no engine"), "", _or_nothing(movers, "no mover"), "",
+        head, "", _or_nothing(engines, "no engine"), *map(Text, suspects), "", _or_nothing(movers, "no mover"), "",
         _or_nothing(counters, "nothing counted yet"),
     )  # fmt: skip
 

@@ -2,33 +2,75 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import replace
 
 from kvmanager.core.events import Notified, Opened, StepDone
 from kvmanager.core.node import Node
-from kvmanager.errors import KVError
+from kvmanager.errors import KVError, Suspect
 from kvmanager.messages import notice_message, step_reply
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.wire import MESSAGE_MAX_BYTES
 
 EngineKey = tuple[str, int]
+UNREAD_MAX_BYTES = 2 * MESSAGE_MAX_BYTES
+"""What may wait for a client that does not read its stream; one message more and it is suspect."""
 Outgoing = pb.StepReply | KVError | None
 """A reply, the error that ends the stream, or its end."""
 
 
 class SessionStream:
-    """One open stream: a queue that its gRPC thread drains."""
+    """One open stream: a bounded queue that its gRPC thread drains. Thread-safe; `put` never waits."""
 
-    def __init__(self, key: EngineKey) -> None:
+    def __init__(self, key: EngineKey, most_messages: int, stalled: Callable[[str, int], None]) -> None:
+        """`stalled(*key)` is called once, when more waits than `most_messages` or UNREAD_MAX_BYTES."""
         self.key = key
-        self.outgoing: queue.SimpleQueue[Outgoing] = queue.SimpleQueue()
+        self._most_messages = most_messages
+        self._stalled = stalled
+        self._waiting: deque[Outgoing] = deque()
+        self._waiting_bytes = 0
+        self._ended = False
+        self._changed = threading.Condition()
+
+    def put(self, message: pb.StepReply) -> None:
+        """Queues a message. With too many unread ones the stream ends with Suspect, and what waited is dropped.
+
+        Nothing is lost by that: the core keeps replies and notices until they were seen.
+        """
+        size = message.ByteSize()
+        with self._changed:
+            if self._ended:
+                return
+            # A single message of any size that the wire allows is taken.
+            full = self._waiting and self._waiting_bytes + size > UNREAD_MAX_BYTES
+            if not full and len(self._waiting) < self._most_messages:
+                self._waiting.append(message)
+                self._waiting_bytes += size
+                self._changed.notify()
+                return
+            unread = f"{len(self._waiting)} messages ({self._waiting_bytes} bytes)"
+            self._waiting.clear()
+        self.end(Suspect(f"{unread} of the session were not read; read it all the time, and open a new one now"))
+        self._stalled(*self.key)
+
+    def get(self) -> Outgoing:
+        """The next message; waits for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting)
+            message = self._waiting.popleft()
+            if isinstance(message, pb.StepReply):
+                self._waiting_bytes -= message.ByteSize()
+            return message
 
     def end(self, error: KVError | None = None) -> None:
-        """Ends the stream, with an error or without."""
-        self.outgoing.put(error)
+        """Ends the stream after what waits, with an error or without; later ends and messages are dropped."""
+        with self._changed:
+            if not self._ended:
+                self._ended = True
+                self._waiting.append(error)
+                self._changed.notify()
 
 
 class _Refused:
@@ -49,16 +91,21 @@ class _Refused:
 class SessionHub:
     """The newest stream of each engine epoch. `answer` and `notify` run in the core's thread."""
 
-    def __init__(self, boot_id: int, stored_replies: int) -> None:
+    def __init__(
+        self, boot_id: int, stored_replies: int, unread_messages: int, stalled: Callable[[str, int], None]
+    ) -> None:
+        """`unread_messages`: most that wait for a client to read. `stalled(engine, epoch)`: one does not read."""
         self._boot_id = boot_id
         self._stored_replies = stored_replies
+        self._unread_messages = unread_messages
+        self._stalled = stalled
         self._streams: dict[EngineKey, SessionStream] = {}
         self._refused: dict[EngineKey, _Refused] = {}
         self._lock = threading.Lock()
 
     def open(self, key: EngineKey) -> SessionStream:
         """A new stream; an older one of the same epoch ends."""
-        stream = SessionStream(key)
+        stream = SessionStream(key, self._unread_messages, self._stalled)
         with self._lock:
             older = self._streams.get(key)
             self._streams[key] = stream
@@ -88,7 +135,7 @@ class SessionHub:
             notices = list(engine.notices) if engine else []
             earlier = self._refused.setdefault(stream.key, _Refused(self._stored_replies))
             opened = answer.opened + earlier.first(answer.number, refused)
-            stream.outgoing.put(step_reply(self._boot_id, replace(answer, opened=opened), notices))
+            stream.put(step_reply(self._boot_id, replace(answer, opened=opened), notices))
 
         return deliver
 
@@ -102,7 +149,7 @@ class SessionHub:
             stream = self._streams.get((effect.engine, effect.epoch))
         if stream is not None:
             message = pb.StepReply(boot_id=self._boot_id, notices=[notice_message(effect.notice)])
-            stream.outgoing.put(message)
+            stream.put(message)
 
     def end_all(self) -> None:
         """Ends every stream."""

@@ -2675,6 +2675,9 @@ class EngineStatus(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     RANKS_ATTACHED_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    SUSPECT_NS_FIELD_NUMBER: _builtins.int
+    HELD_BY_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """name of the engine"""
     group: _builtins.str
@@ -2687,6 +2690,12 @@ class EngineStatus(_message.Message):
     """count of ranks attached now"""
     requests: _builtins.int
     """count of its requests that hold pages"""
+    suspect_ns: _builtins.int
+    """nanoseconds since it became suspect; 0: it is not"""
+    held_by: _builtins.str
+    """what the pages of a suspect engine wait for: processes that live; empty: not suspect"""
+    fence: _builtins.str
+    """what is done about it after [fence] after_ms: "hold" or "kill"; empty: nothing yet"""
     def __init__(
         self,
         *,
@@ -2696,10 +2705,13 @@ class EngineStatus(_message.Message):
         state: _builtins.str = ...,
         ranks_attached: _builtins.int = ...,
         requests: _builtins.int = ...,
+        suspect_ns: _builtins.int = ...,
+        held_by: _builtins.str = ...,
+        fence: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "epoch", b"epoch", "group", b"group", "ranks_attached", b"ranks_attached", "requests", b"requests", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "epoch", b"epoch", "fence", b"fence", "group", b"group", "held_by", b"held_by", "ranks_attached", b"ranks_attached", "requests", b"requests", "state", b"state", "suspect_ns", b"suspect_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

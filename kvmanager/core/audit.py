@@ -31,6 +31,7 @@ def ledger_holds(pool: Pool) -> bool:
 
 def audit(state: State) -> None:
     """Checks everything. Raises InvariantViolation."""
+    _audit_attaches(state)
     for group in state.groups.values():
         owned = _owned_pages(state, group)
         for pool in group.pools.values():
@@ -41,6 +42,18 @@ def audit(state: State) -> None:
             _audit_spans(group, chain)
             _audit_index(group, chain)
             _audit_holders(state, group, number, chain)
+
+
+def _audit_attaches(state: State) -> None:
+    """Timelines are known of attached ranks and of ended ones that a fence still names, of nobody else."""
+    attached, ended, named = set(), set(), set()
+    for engine in state.all_engines():
+        attached |= set(engine.attaches)
+        ended |= engine.ended
+        named |= {attach_id for entry in engine.fences for attach_id in entry.fence}
+    _check(set(state.timelines) == attached | ended, f"timelines of {sorted(state.timelines)}, attached {attached}")
+    _check(state.dead_attaches == ended, f"dead attaches {state.dead_attaches}, engines say {ended}")
+    _check(ended <= named <= attached | ended, f"fences name {named}; attached {attached}, ended {ended}")
 
 
 class _Owners:

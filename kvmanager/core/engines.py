@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmanager.core.events import AttachRank, DetachRank, EngineGone, RegisterEngine
+from kvmanager.core.events import AttachRank, DetachRank, EngineGone, FenceEngine, RegisterEngine
 from kvmanager.core.fences import apply_entry, reached, resolve_fences
 from kvmanager.core.group import Group
 from kvmanager.core.lifecycle import drop_request
@@ -61,7 +61,7 @@ def _one_engine_a_group(state: State, event: RegisterEngine) -> None:
 
 
 def _retire(state: State, engine: Engine) -> None:
-    engine.suspect = True
+    engine.distrust(state.now)
     state.retired[(engine.name, engine.epoch)] = engine
     if not engine.attaches:
         engine_gone(state, EngineGone(engine.name, engine.epoch))
@@ -85,9 +85,8 @@ def detach(state: State, event: DetachRank) -> None:
     """The rank can write no more. Its unfinished commits are dropped, its fences count as passed."""
     for engine in state.all_engines():
         if event.attach_id in engine.attaches:
-            state.dead_attaches.add(event.attach_id)
+            state.end_attach(engine, event.attach_id)
             resolve_fences(state, engine)
-            del engine.attaches[event.attach_id]
             engine.ranks_lost += 1
             return
     raise InvalidArgument(f"no attach id {event.attach_id}")
@@ -97,7 +96,15 @@ def suspect(state: State, name: str, epoch: int) -> None:
     """Grants stop; nothing is given back yet, since its kernels may still run."""
     engine = state.any_engine(name, epoch)
     if engine is not None:
-        engine.suspect = True
+        engine.distrust(state.now)
+
+
+def fence_suspects(state: State) -> None:
+    """Asks, once, for the end of engines that have been suspect for too long."""
+    for engine in state.all_engines():
+        if engine.suspect and not engine.fenced and state.now - engine.suspect_ns >= state.limits.fence_after_ns:
+            engine.fenced = True
+            state.effects.append(FenceEngine(engine.name, engine.epoch))
 
 
 def resume(state: State, name: str, epoch: int) -> Engine:
@@ -115,8 +122,7 @@ def engine_gone(state: State, event: EngineGone) -> None:
     if engine is None:
         return
     for attach_id in list(engine.attaches):
-        state.dead_attaches.add(attach_id)
-    engine.attaches.clear()
+        state.end_attach(engine, attach_id)
     while engine.fences:
         entry = engine.fences.popleft()
         apply_entry(state, engine, entry, keep_commits=reached(state, entry))
@@ -125,6 +131,7 @@ def engine_gone(state: State, event: EngineGone) -> None:
     for request in list(engine.requests.values()):
         settle_tail(state, request)
         drop_request(state, request)
+    state.forget_attaches(engine)
     if state.engines.get(event.engine) is engine:
         del state.engines[event.engine]
     state.retired.pop((event.engine, event.epoch), None)

@@ -423,10 +423,18 @@ class StartPull:
 
 
 @dataclass(frozen=True)
+class FenceEngine:
+    """The engine has been suspect for `fence_after_ns` and its processes may still touch memory: end or hold them."""
+
+    engine: str
+    epoch: int
+
+
+@dataclass(frozen=True)
 class AbandonTicket:
     """Tell the source that a ticket will not be used: nothing was or will be read."""
 
     ticket: TicketInfo
 
 
-Effect = Replied | Notified | SubmitPlan | StartPull | AbandonTicket
+Effect = Replied | Notified | SubmitPlan | StartPull | AbandonTicket | FenceEngine

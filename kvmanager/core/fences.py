@@ -13,6 +13,8 @@ def resolve_fences(state: State, engine: Engine) -> None:
     while engine.fences and state.fence_passed(engine.fences[0].fence):
         entry = engine.fences.popleft()
         apply_entry(state, engine, entry, keep_commits=reached(state, entry))
+    if engine.ended:
+        state.forget_attaches(engine)
 
 
 def reached(state: State, entry: FenceEntry) -> bool:

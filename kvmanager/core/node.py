@@ -138,6 +138,7 @@ class Node:
         """Time passes: what is over ends without any new work."""
         tickets.expire(self.state)
         sweep(self.state)
+        engines.fence_suspects(self.state)
         for group in self.state.groups.values():
             group.unblock()
             reconsider(self.state, group)

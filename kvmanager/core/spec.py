@@ -166,3 +166,4 @@ class Limits:
     ticket_grace_ns: int = 5_000_000_000
     pull_deadline_ns: int = 20_000_000_000
     retry_after_ns: int = 20_000_000
+    fence_after_ns: int = 30_000_000_000

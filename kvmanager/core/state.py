@@ -59,6 +59,8 @@ class Engine:
     fences: entries in message order; timeline values rise, so the head decides. covered: what the next message's
     fence will cover (work that the reply before it allowed). attaches: attach id -> rank. ranks_lost: ranks that
     left so far; what a request opened before that is no longer believed to have been written everywhere.
+    ended: attach ids that left and that a fence may still name. fence_values: attach id -> highest value a message
+    named. suspect_ns: since when it is suspect. fenced: that was told once.
     """
 
     name: str
@@ -68,7 +70,11 @@ class Engine:
     ranks: int
     attaches: dict[int, int] = field(default_factory=dict)
     ranks_lost: int = 0
+    ended: set[int] = field(default_factory=set)
+    fence_values: dict[int, int] = field(default_factory=dict)
     suspect: bool = False
+    suspect_ns: int = 0
+    fenced: bool = False
     requests: dict[int, Request] = field(default_factory=dict)
     last_number: int = 0
     replies: OrderedDict[int, StepDone] = field(default_factory=OrderedDict)
@@ -76,6 +82,11 @@ class Engine:
     last_notice: int = 0
     fences: deque[FenceEntry] = field(default_factory=deque)
     covered: FenceEntry = field(default_factory=lambda: FenceEntry({}))
+
+    def distrust(self, now: int) -> None:
+        """Grants stop at `now`. Being told so again changes nothing."""
+        if not self.suspect:
+            self.suspect, self.suspect_ns, self.fenced = True, now, False
 
 
 @dataclass
@@ -202,7 +213,7 @@ class State:
         notice = Notice(engine.last_notice, ready, failed, draining)
         engine.notices.append(notice)
         if len(engine.notices) > self.limits.unseen_notices:
-            engine.suspect = True
+            engine.distrust(self.now)
         self.effects.append(Notified(engine.name, engine.epoch, notice))
 
     def namespace_id(self, digest: bytes) -> int:
@@ -213,6 +224,21 @@ class State:
         """A plan id, unique in this boot."""
         self.next_plan += 1
         return self.next_plan - 1
+
+    def end_attach(self, engine: Engine, attach_id: int) -> None:
+        """The rank's process can write no more; remembered while a fence may name it (`forget_attaches`)."""
+        del engine.attaches[attach_id]
+        engine.fence_values.pop(attach_id, None)
+        engine.ended.add(attach_id)
+        self.dead_attaches.add(attach_id)
+
+    def forget_attaches(self, engine: Engine) -> None:
+        """Drops what is known of ended attaches that no fence of the engine names any more."""
+        named = {attach_id for entry in engine.fences for attach_id in entry.fence}
+        for attach_id in engine.ended - named:
+            engine.ended.discard(attach_id)
+            self.dead_attaches.discard(attach_id)
+            del self.timelines[attach_id]
 
     def fence_passed(self, fence: dict[int, int]) -> bool:
         """All work before the fence is complete, or its rank can write no more."""

@@ -64,6 +64,12 @@ def _check_fence(engine: Engine, event: Step) -> None:
     if not set(event.fence) <= set(engine.attaches):
         strange = sorted(set(event.fence) - set(engine.attaches))
         raise InvalidArgument(f"the fence names attach ids {strange} that are not of engine {engine.name!r}")
+    for attach_id, value in event.fence.items():
+        before = engine.fence_values.get(attach_id, 0)
+        if value < before:
+            raise InvalidArgument(
+                f"the fence of attach {attach_id} goes back from {before} to {value}: values of a timeline only rise"
+            )
     needed = bool(event.progress or event.closes or not engine.covered.empty)
     if needed and set(event.fence) != set(engine.attaches):
         raise InvalidArgument(
@@ -78,6 +84,7 @@ def _apply(state: State, engine: Engine, event: Step) -> StepDone:
     group.unblock()
     entry, engine.covered = engine.covered, FenceEntry({})
     entry.fence = dict(event.fence)
+    engine.fence_values.update(event.fence)
     grown: list[Grown] = []
     opened: list[Opened] = []
     errors: list[RequestFailed] = []

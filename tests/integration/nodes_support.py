@@ -35,14 +35,17 @@ LAYOUT = native_layout(GLM53_TINY, ROWS)
 SPARSE_LAYOUTS = [latent_layout(GLM53_TINY, ROWS), indexer_layout(GLM53_TINY, ROWS)]
 
 
-def prefill_toml(runtime_dir: Path, *, name: str = "prefill", pages: int = PAGES, lease: str = "") -> str:
-    """A node with one group of two sharded ranks: `pages` pages in HBM, as many on the host."""
+def prefill_toml(
+    runtime_dir: Path, *, name: str = "prefill", pages: int = PAGES, lease: str = "", more: str = ""
+) -> str:
+    """A node with one group of two sharded ranks: `pages` pages in HBM, as many on the host. `more`: further tables."""
     return f"""
 [node]
 name = "{name}"
 runtime_dir = "{runtime_dir}"
 [lease]
 {lease}
+{more}
 [mover]
 staging_bytes = "4 MiB"
 chunk_bytes = "1 MiB"

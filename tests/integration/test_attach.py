@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -66,6 +67,7 @@ class Door:
             boot_id=BOOT_ID,
             grpc_path=runtime_dir / "grpc.sock",
             on_attach=lambda identity: self.on_attach(identity),
+            on_leave=lambda token: self.reports.put(("leave", token)),
             on_disconnect=lambda token: self.reports.put(("disconnect", token)),
             on_exit=lambda token: self.reports.put(("exit", token)),
             fds_for=self._fds_for,
@@ -145,12 +147,13 @@ def test_a_live_client_that_leaves_is_suspect_not_gone(door: Door) -> None:
     token = door.attached().token
     attachment.close()
     attachment.close()
+    assert door.next() == ("leave", token)
     assert door.next() == ("disconnect", token)
     with pytest.raises(Suspect, match="attach again"):
         door.server.identity_of(token)
     door.attach().close()
     assert door.attached().token != token
-    assert door.next()[0] == "disconnect"
+    assert [door.next()[0] for _ in range(2)] == ["leave", "disconnect"]
     assert door.reports.empty(), "the process lives, so no exit may be reported"
 
 
@@ -165,21 +168,98 @@ def test_kill_is_disconnect_then_exit(door: Door) -> None:
         door.server.identity_of(identity.token)
 
 
-def test_exit_is_seen_although_a_child_holds_the_socket(door: Door) -> None:
-    """The child inherited the connection and lives on; the attached process is gone all the same."""
-    fork = "import os\npid = os.fork()\nif pid == 0: time.sleep(600)\nprint(pid, flush=True)\nos._exit(0)"
+@contextlib.contextmanager
+def orphan(door: Door, in_child: str = "") -> Iterator[tuple[ClientIdentity, int]]:
+    """A client that forked and is dead, and a pidfd of the child, which runs `in_child` first."""
+    fork = f"""
+import os, socket
+pid = os.fork()
+if pid == 0:
+    {in_child or 'pass'}
+    time.sleep(600)
+print(pid, flush=True)
+os._exit(0)
+"""
     with spawn(door, fork) as client:
         identity = door.attached()
         assert client.stdout is not None
         assert client.stdout.readline().strip() == identity.token
-        child = int(client.stdout.readline())
-        client.wait(WAIT_S)
+        child = os.pidfd_open(int(client.stdout.readline()))
+        try:
+            client.wait(WAIT_S)
+            yield identity, child
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(child, signal.SIGKILL)
+            os.close(child)
+
+
+def test_a_child_that_inherited_the_lifeline_counts(door: Door) -> None:
+    """The attached process is dead, its pidfd readable; a child of it may still write to what it mapped."""
+    with orphan(door) as (identity, child):
+        assert door.next() == ("disconnect", identity.token)
+        with pytest.raises(queue.Empty):
+            door.reports.get(timeout=0.3)
+        life = door.server.life_of(identity.token)
+        assert life is not None
+        assert (life.pid, life.inherited) == (identity.pid, True)
+        assert not door.server.kill(identity.token), "there is no pidfd of the child"
+        signal.pidfd_send_signal(child, signal.SIGKILL)
+        assert door.next() == ("exit", identity.token)
+        assert door.server.life_of(identity.token) is None
+
+
+@pytest.mark.parametrize("where", ["attachment._channel.shutdown(socket.SHUT_RDWR)", "os.close(attachment.lifeline)"])
+def test_what_a_child_says_on_the_socket_counts_for_nothing(door: Door, where: str) -> None:
+    """Only a closed lifeline is an end; a socket that any holder shut down is none."""
+    with orphan(door, where) as (identity, _):
+        assert door.next() == ("disconnect", identity.token)
+        if "lifeline" in where:
+            assert door.next() == ("exit", identity.token)
+        else:
+            with pytest.raises(queue.Empty):
+                door.reports.get(timeout=0.3)
+
+
+def test_a_process_that_closed_or_wrote_to_its_lifeline_counts_by_its_pidfd(door: Door) -> None:
+    then = "import os\nos.write(attachment.lifeline, b'x' * 9000)\nos.close(attachment.lifeline)\ntime.sleep(600)"
+    with spawn(door, then) as client:
+        identity = door.attached()
+        with pytest.raises(queue.Empty):
+            door.reports.get(timeout=0.3)
+        client.kill()
+        assert door.next() == ("disconnect", identity.token)
+        assert door.next() == ("exit", identity.token)
+
+
+def test_a_child_that_executed_a_program_inherited_nothing(door: Door) -> None:
+    """Close-on-exec: its new memory maps nothing, and the lifeline is closed in it."""
+    then = "import os, subprocess\np = subprocess.Popen(['sleep', '600'])\nprint(p.pid, flush=True)\nos._exit(0)"
+    with spawn(door, then) as client:
+        identity = door.attached()
+        assert client.stdout is not None
+        assert client.stdout.readline().strip() == identity.token
+        child = os.pidfd_open(int(client.stdout.readline()))
         try:
             assert door.next() == ("disconnect", identity.token)
             assert door.next() == ("exit", identity.token)
-            os.kill(child, 0)
         finally:
-            os.kill(child, signal.SIGKILL)
+            signal.pidfd_send_signal(child, signal.SIGKILL)
+            os.close(child)
+
+
+def test_kill_ends_the_attached_process_and_no_other(door: Door) -> None:
+    with spawn(door, "time.sleep(600)") as client:
+        identity = door.attached()
+        life = door.server.life_of(identity.token)
+        assert life is not None
+        assert (life.pid, life.inherited) == (client.pid, False)
+        assert door.server.kill(identity.token)
+        assert client.wait(WAIT_S) == -signal.SIGKILL
+    assert door.next() == ("disconnect", identity.token)
+    assert door.next() == ("exit", identity.token)
+    assert not door.server.kill(identity.token)
+    assert not door.server.kill("0" * 64)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -260,6 +340,7 @@ def test_frames_arrive_in_pieces(door: Door) -> None:
 def test_descriptors_from_a_client_are_refused_and_closed(door: Door, announced: int) -> None:
     door.attach().close()  # whatever the server opens once is open from here on
     token = door.attached().token
+    assert door.next() == ("leave", token)
     assert door.next() == ("disconnect", token)
     source, target = os.pipe()
     with door.raw() as channel:

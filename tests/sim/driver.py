@@ -18,6 +18,7 @@ from kvmanager.core.events import (
     DetachRank,
     EngineGone,
     Event,
+    FenceEngine,
     MoverGone,
     Notice,
     Notified,
@@ -85,6 +86,7 @@ class Driver:
     plans: dict[int, CopyPlan] = field(default_factory=dict)
     pulls: dict[int, StartPull] = field(default_factory=dict)
     abandoned: list[str] = field(default_factory=list)
+    fenced: list[tuple[str, int]] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     audited: bool = True
     policy: Policy = leaf_first_lru
@@ -108,6 +110,8 @@ class Driver:
                     self.notices.append(effect.notice)
                 case AbandonTicket():
                     self.abandoned.append(effect.ticket.ticket_id)
+                case FenceEngine():
+                    self.fenced.append((effect.engine, effect.epoch))
         if self.audited:
             audit(self.node.state)
         return answer

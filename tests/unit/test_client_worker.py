@@ -40,6 +40,7 @@ class ScriptedDaemon(pb_grpc.WorkerServicer):
         self.detached: list[int] = []
         self.attach_error: StaleEpoch | None = None
         self.fds_withheld = 0
+        self.released = 0
         self.spoil_layout = False
 
     def region(self, region_id: int, kind: pb.RegionKind.ValueType, size: int) -> pb.Region:
@@ -85,6 +86,9 @@ class ScriptedDaemon(pb_grpc.WorkerServicer):
     def close(self) -> None:
         """Ends the attach connection."""
 
+    def release_lifeline(self) -> None:
+        self.released += 1
+
     def fetch_fds(self, attach_id: int) -> list[int]:
         base = 10 * (attach_id - 100 + 1)
         fds = [os.dup(self.memory[region]) for region in (base, base + 1, 1)]
@@ -123,6 +127,20 @@ def open_memfds() -> int:
         with contextlib.suppress(FileNotFoundError):
             links.append(os.readlink(f"/proc/self/fd/{name}"))
     return sum("memfd:region" in link for link in links)
+
+
+def test_a_forked_child_gets_no_mapping(daemon: ScriptedDaemon, address: str) -> None:
+    """The kernel's flag `dc`, do not copy on fork, stands on every mapping of a region."""
+    rank = attach(daemon, address)
+    flags: list[list[str]] = []
+    region = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            region = "memfd:region" in line
+        elif region and line.startswith("VmFlags:"):
+            flags.append(line.split()[1:])
+    assert len(flags) == len(rank.regions)
+    assert all("dc" in each for each in flags)
 
 
 def test_attach_maps_the_daemons_own_memory(daemon: ScriptedDaemon, address: str) -> None:

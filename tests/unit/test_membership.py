@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvmanager.core.events import DetachRank, EngineGone, EngineSuspect, Event
+from kvmanager.core.events import DetachRank, EngineGone, EngineSuspect, Event, TimelinesRead
 from kvmanager.errors import StaleEpoch, UnknownLease
 from kvmanager.membership import Membership, Registration
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -19,7 +19,11 @@ class Watched:
         self.events: list[Event] = []
         self.ended: list[int] = []
         self.gone: list[tuple[str, int]] = []
-        self.of = Membership(self.events.append, self.ended.append, lambda *key: self.gone.append(key))
+        self.of = Membership(self.events.append, self.end_word, lambda *key: self.gone.append(key))
+
+    def end_word(self, attach_id: int) -> int:
+        self.ended.append(attach_id)
+        return 1000 + attach_id
 
     def engine(self, epoch: int = 1, token: str = "scheduler", ranks: int = 2) -> None:
         """An engine with a stream and `ranks` ranks; rank r attached as 10 * epoch + r by process "rank-r"."""
@@ -30,6 +34,11 @@ class Watched:
 
 
 SUSPECT, GONE = EngineSuspect("e", 1), EngineGone("e", 1)
+
+
+def dead(attach_id: int) -> list[Event]:
+    """A rank's end: its word's last value first."""
+    return [TimelinesRead({attach_id: 1000 + attach_id}), DetachRank(attach_id)]
 
 
 @pytest.fixture
@@ -44,6 +53,10 @@ def test_a_clean_leave(watched: Watched) -> None:
     watched.of.rank_ended(11)
     assert watched.events == []
     watched.of.stream_ended("e", 1)
+    assert watched.events == [SUSPECT]
+    watched.of.leaving("scheduler")
+    assert watched.events == [SUSPECT, GONE]
+    watched.of.disconnected("scheduler")
     assert watched.events == [SUSPECT, GONE]
     assert watched.ended == [10, 11]
     assert watched.gone == [("e", 1)]
@@ -52,25 +65,56 @@ def test_a_clean_leave(watched: Watched) -> None:
 def test_a_broken_stream_alone_gives_nothing_back(watched: Watched) -> None:
     watched.of.stream_ended("e", 1)
     watched.of.disconnected("scheduler")
+    assert watched.events == [SUSPECT, SUSPECT]
     watched.of.exited("scheduler")
-    assert watched.events == [SUSPECT]
+    assert watched.events == [SUSPECT, SUSPECT]
+    assert watched.of.processes("e", 1) == ("rank-0", "rank-1")
 
 
 def test_every_rank_must_be_dead(watched: Watched) -> None:
     watched.of.stream_ended("e", 1)
     watched.of.disconnected("rank-1")
     watched.of.exited("rank-1")
-    assert watched.events == [SUSPECT, SUSPECT, DetachRank(11)]
+    assert watched.events == [SUSPECT, SUSPECT, *dead(11)]
     watched.of.exited("rank-0")
-    assert watched.events[3:] == [DetachRank(10), GONE]
+    assert watched.events[4:] == dead(10)
+    assert watched.of.processes("e", 1) == ("scheduler",)
+    watched.of.exited("scheduler")
+    assert watched.events[6:] == [GONE]
+    assert watched.of.processes("e", 1) == ()
+
+
+def test_a_scheduler_that_lives_may_come_back(watched: Watched) -> None:
+    """Its ranks are dead, its stream and connection broke; only its end, or its own word, ends the engine."""
+    watched.of.stream_ended("e", 1)
+    watched.of.exited("rank-0")
+    watched.of.exited("rank-1")
+    watched.of.disconnected("scheduler")
+    assert GONE not in watched.events
+    watched.of.stream_opened("e", 1)
+    watched.of.leaving("scheduler")
+    assert GONE not in watched.events
+    watched.of.stream_ended("e", 1)
+    assert watched.events[-1] == GONE
+
+
+def test_a_process_that_registers_anew_has_left_its_older_epoch(watched: Watched) -> None:
+    watched.of.stream_ended("e", 1)
+    watched.of.registered("e", 2, Registration("scheduler", "g", pb.Namespace()))
+    assert watched.of.processes("e", 1) == ("rank-0", "rank-1")
+    watched.of.exited("rank-0")
+    watched.of.rank_ended(11)
+    assert watched.events[-1] == GONE
+    assert watched.of.processes("e", 2) == ("scheduler",)
 
 
 def test_dead_ranks_under_a_live_stream_do_not_end_the_engine(watched: Watched) -> None:
     watched.of.exited("rank-0")
     watched.of.exited("rank-1")
-    assert watched.events == [DetachRank(10), DetachRank(11)]
+    assert watched.events == [*dead(10), *dead(11)]
     watched.of.stream_ended("e", 1)
-    assert watched.events[2:] == [SUSPECT, GONE]
+    watched.of.leaving("scheduler")
+    assert watched.events[4:] == [SUSPECT, GONE]
 
 
 def test_a_dead_scheduler_whose_stream_a_child_holds_open_is_gone_with_its_ranks(watched: Watched) -> None:
@@ -95,7 +139,9 @@ def test_an_engine_that_never_opened_a_stream() -> None:
     watched.of.exited("somebody")
     assert watched.events == []
     watched.of.disconnected("scheduler")
-    assert watched.events == [GONE]
+    assert watched.events == [SUSPECT]
+    watched.of.exited("scheduler")
+    assert watched.events == [SUSPECT, GONE]
 
 
 def test_a_rank_that_attaches_to_an_engine_that_left() -> None:
@@ -117,6 +163,7 @@ def test_epochs_of_a_name_are_apart(watched: Watched) -> None:
     watched.of.stream_ended("e", 1)
     watched.of.exited("rank-0")
     watched.of.exited("rank-1")
+    watched.of.exited("scheduler")
     assert [event for event in watched.events if isinstance(event, EngineGone)] == [GONE]
     assert watched.of.engine_of("newer", 2) == "e"
 
@@ -129,11 +176,12 @@ def test_gone_comes_once_and_only_when_nothing_can_touch_memory(seed: int) -> No
     watched.engine()
     clean = [rng.random() < 0.3 for _ in range(2)]
     endings = [("disconnected", "scheduler"), ("exited", "scheduler"), ("stream", "")]
+    endings += [("leaving", "scheduler")] if rng.random() < 0.5 else []
     for rank in range(2):
         endings += [("detach", str(rank))] if clean[rank] else []
         endings += [("disconnected", f"rank-{rank}"), ("exited", f"rank-{rank}")]
     rng.shuffle(endings)
-    stream, dead, ranks = True, False, {0, 1}
+    stream, dead, left, ranks = True, False, False, {0, 1}
     for what, who in endings:
         if what == "stream":
             watched.of.stream_ended("e", 1)
@@ -144,9 +192,10 @@ def test_gone_comes_once_and_only_when_nothing_can_touch_memory(seed: int) -> No
         else:
             getattr(watched.of, what)(who)
             dead |= (what, who) == ("exited", "scheduler")
+            left |= what == "leaving"
             if what == "exited" and who != "scheduler":
                 ranks.discard(int(who[-1]))
-        over = not ranks and (dead or not stream)
+        over = not ranks and (dead or (left and not stream))
         assert (GONE in watched.events) == over, f"seed {seed}: after {what} {who}"
     assert watched.events.count(GONE) == 1
     assert sorted(watched.ended) == [10, 11]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 from types import SimpleNamespace
 
+import pytest
+
+from kvmanager import sessions
 from kvmanager.core.events import Notice, Notified, Opened, StepDone
-from kvmanager.errors import Draining, InvalidArgument
+from kvmanager.errors import Draining, InvalidArgument, Suspect
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.sessions import SessionHub, SessionStream
 
@@ -14,16 +16,20 @@ KEY = ("e", 1)
 NODE = SimpleNamespace(state=SimpleNamespace(any_engine=lambda *_: None))
 
 
+def hub_of(stored_replies: int = 4, unread_messages: int = 100) -> SessionHub:
+    return SessionHub(5, stored_replies, unread_messages, lambda *key: STALLED.append(key))
+
+
+STALLED: list[tuple[str, int]] = []
+
+
 def take(stream: SessionStream) -> object:
-    return stream.outgoing.get_nowait()
+    assert not silent(stream)
+    return stream.get()
 
 
 def silent(stream: SessionStream) -> bool:
-    try:
-        stream.outgoing.get_nowait()
-    except queue.Empty:
-        return True
-    return False
+    return not stream._waiting
 
 
 def refusal(request_id: int, error: Exception) -> Opened:
@@ -31,7 +37,7 @@ def refusal(request_id: int, error: Exception) -> Opened:
 
 
 def test_a_reply_goes_to_the_stream_that_asked_and_an_error_ends_it() -> None:
-    hub = SessionHub(5, stored_replies=4)
+    hub = hub_of(4)
     stream = hub.open(KEY)
     hub.answer(stream, NODE, ())(StepDone(1))
     reply = take(stream)
@@ -42,7 +48,7 @@ def test_a_reply_goes_to_the_stream_that_asked_and_an_error_ends_it() -> None:
 
 
 def test_a_newer_stream_ends_the_older_one_and_gets_the_notices() -> None:
-    hub = SessionHub(5, stored_replies=4)
+    hub = hub_of(4)
     older, newer = hub.open(KEY), hub.open(KEY)
     assert take(older) is None
     hub.closed(older)
@@ -57,7 +63,7 @@ def test_a_newer_stream_ends_the_older_one_and_gets_the_notices() -> None:
 
 
 def test_refused_opens_join_those_of_the_core() -> None:
-    hub = SessionHub(5, stored_replies=4)
+    hub = hub_of(4)
     stream = hub.open(KEY)
     done = StepDone(1, opened=(Opened(7, "waiting"),))
     hub.answer(stream, NODE, (refusal(8, Draining("the node drains")),))(done)
@@ -68,7 +74,7 @@ def test_refused_opens_join_those_of_the_core() -> None:
 
 def test_a_resend_gets_the_first_answer_whatever_holds_now() -> None:
     """Granted before the node drained, or refused before: the stored answer stands."""
-    hub = SessionHub(5, stored_replies=4)
+    hub = hub_of(4)
     stream = hub.open(KEY)
     granted = StepDone(1, opened=(Opened(7, "waiting"),))
     late = (refusal(7, Draining("the node drains")),)
@@ -83,7 +89,7 @@ def test_a_resend_gets_the_first_answer_whatever_holds_now() -> None:
 
 
 def test_refusals_are_kept_as_long_as_replies_and_go_with_the_epoch() -> None:
-    hub = SessionHub(5, stored_replies=2)
+    hub = hub_of(2)
     stream = hub.open(KEY)
     for number in range(1, 5):
         hub.answer(stream, NODE, (refusal(number, Draining("x")),))(StepDone(number))
@@ -91,3 +97,38 @@ def test_refusals_are_kept_as_long_as_replies_and_go_with_the_epoch() -> None:
     hub.forget(*KEY)
     assert hub._refused == {}
     hub.forget(*KEY)
+
+
+def test_a_client_that_does_not_read_is_suspect_and_what_waited_is_dropped() -> None:
+    STALLED.clear()
+    hub = hub_of(unread_messages=3)
+    stream = hub.open(KEY)
+    for number in range(1, 4):
+        hub.answer(stream, NODE, ())(StepDone(number))
+    assert take(stream).number == 1
+    hub.answer(stream, NODE, ())(StepDone(4))
+    assert STALLED == []
+    hub.notify(Notified("e", 1, Notice(1, draining="why")))
+    assert STALLED == [KEY]
+    error = take(stream)
+    assert isinstance(error, Suspect)
+    assert "3 messages" in str(error)
+    hub.answer(stream, NODE, ())(StepDone(5))
+    stream.end()
+    assert silent(stream), "it is over"
+    assert STALLED == [KEY]
+    fresh = hub.open(KEY)
+    hub.answer(fresh, NODE, ())(StepDone(5))
+    assert take(fresh).number == 5, "a new stream is read again"
+
+
+def test_bytes_are_bounded_too_but_one_message_always_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    STALLED.clear()
+    monkeypatch.setattr(sessions, "UNREAD_MAX_BYTES", 1000)
+    stream = hub_of().open(KEY)
+    stream.put(pb.StepReply(notices=[pb.Notice(draining="x" * 5000)]))
+    assert take(stream).notices[0].draining == "x" * 5000
+    for _ in range(3):
+        stream.put(pb.StepReply(notices=[pb.Notice(draining="x" * 400)]))
+    assert STALLED == [KEY]
+    assert isinstance(take(stream), Suspect)

@@ -1,0 +1,76 @@
+"""What is done about an engine that is suspect for too long, while its processes may still touch memory.
+
+Mapped memory can't be taken from a live process. So either its processes are ended, or what it holds is held on:
+`[fence] action`. Suspect means that its stream broke, or that it does not read what it is sent, or that its process
+answers no sign of life (`ping_ms`, `silence_ms`): HTTP/2 pings are answered by the client's gRPC threads, so a
+stopped process does not answer and an idle one does. A process whose own threads hang behind a live stream can't be
+told from an idle one, and is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from kvmanager.attach import ProcessLife
+from kvmanager.membership import EngineKey, Membership
+
+_log = logging.getLogger("kvmanager.fence")
+
+
+class Processes(Protocol):
+    """Attached processes by token (`AttachServer`)."""
+
+    def life_of(self, token: str) -> ProcessLife | None:
+        """None when it is gone."""
+        ...
+
+    def kill(self, token: str) -> bool:
+        """SIGKILL; False when that can't be done."""
+        ...
+
+
+class Fence:
+    """Ends or holds engines, and says who holds what. Thread-safe; nothing here blocks."""
+
+    def __init__(self, action: str, membership: Membership, processes: Processes) -> None:
+        """`action`: "kill" or "hold"."""
+        self._act: Callable[[EngineKey, set[int]], None] = {"kill": self._kill, "hold": self._hold}[action]
+        self._membership = membership
+        self._processes = processes
+
+    def apply(self, engine: EngineKey, trusted: Iterable[EngineKey]) -> None:
+        """The engine has been suspect for too long. A process that also serves a trusted epoch is never ended."""
+        spared = {life.pid for key in trusted for life in self._lives(key)}
+        self._act(engine, spared)
+
+    def _hold(self, engine: EngineKey, spared: set[int]) -> None:  # noqa: ARG002
+        _log.warning("engine %s epoch %d stays suspect; its pages are held: %s", *engine, self.holders(engine))
+
+    def _kill(self, engine: EngineKey, spared: set[int]) -> None:
+        for token in self._membership.processes(*engine):
+            life = self._processes.life_of(token)
+            if life is None or life.inherited:
+                continue
+            if life.pid in spared:
+                _log.warning("engine %s epoch %d: pid %d serves a newer epoch and is left alone", *engine, life.pid)
+            elif self._processes.kill(token):
+                _log.warning("engine %s epoch %d stays suspect: killed pid %d", *engine, life.pid)
+        _log.warning("engine %s epoch %d: %s", *engine, self.holders(engine))
+
+    def holders(self, engine: EngineKey) -> str:
+        """What a suspect engine's pages wait for, in words; empty when nothing of it is left."""
+        lives = {life.pid: life for life in self._lives(engine)}
+        alive = sorted(pid for pid, life in lives.items() if not life.inherited)
+        orphans = sorted(pid for pid, life in lives.items() if life.inherited)
+        parts = []
+        if alive:
+            parts.append(f"pid {', '.join(map(str, alive))} lives")
+        if orphans:
+            parts.append(f"pid {', '.join(map(str, orphans))} is dead, but a child that it forked lives")
+        return "; ".join(parts)
+
+    def _lives(self, engine: EngineKey) -> list[ProcessLife]:
+        lives = (self._processes.life_of(token) for token in self._membership.processes(*engine))
+        return [life for life in lives if life is not None]
