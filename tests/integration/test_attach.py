@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
-import signal
 import socket
 import stat
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 
 import grpc
 import pytest
+from attach_door import BOOT_ID, WAIT_S, Door
 
-from kvmanager.attach import AttachServer, ClientIdentity, open_pidfd, read_peer
-from kvmanager.clients.attach import Attachment, attach, grpc_channel
+from kvmanager.attach import ClientIdentity, open_pidfd, read_peer
+from kvmanager.clients.attach import attach, grpc_channel
 from kvmanager.errors import (
     ConfigError,
     Draining,
@@ -36,68 +34,11 @@ from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.runtime_dir import bind_socket
 
-WAIT_S = 20.0
-BOOT_ID = 0xFEDC_BA98_7654_3210
-CLIENT = """
-import sys, time
-from pathlib import Path
-from kvmanager.clients.attach import attach
-attachment = attach(Path(sys.argv[1]), "worker", "rank 3")
-print(attachment.token, flush=True)
-{then}
-"""
 NOBODY = 65534
 
 
 def frame(body: bytes, fds: int = 0) -> bytes:
     return struct.pack("<II", len(body), fds) + body
-
-
-class Door:
-    """A server and what it reported, in order."""
-
-    def __init__(self, runtime_dir: Path, trust_uids: Sequence[int]) -> None:
-        self.runtime_dir = runtime_dir
-        self.reports: queue.Queue[tuple[str, object]] = queue.Queue()
-        self.fds: dict[int, list[int]] = {}
-        self.on_attach: Callable[[ClientIdentity], None] = lambda identity: self.reports.put(("attach", identity))
-        self.server = AttachServer(
-            runtime_dir,
-            trust_uids=trust_uids,
-            boot_id=BOOT_ID,
-            grpc_path=runtime_dir / "grpc.sock",
-            on_attach=lambda identity: self.on_attach(identity),
-            on_leave=lambda token: self.reports.put(("leave", token)),
-            on_disconnect=lambda token: self.reports.put(("disconnect", token)),
-            on_exit=lambda token: self.reports.put(("exit", token)),
-            fds_for=self._fds_for,
-            on_failure=lambda error: self.reports.put(("failure", error)),
-        )
-        self.server.start()
-
-    def _fds_for(self, token: str, attach_id: int) -> list[int]:
-        assert self.server.identity_of(token).token == token
-        if attach_id not in self.fds:
-            raise UnknownRequest(f"no attach {attach_id}")
-        return self.fds[attach_id]
-
-    def next(self) -> tuple[str, object]:
-        return self.reports.get(timeout=WAIT_S)
-
-    def attached(self) -> ClientIdentity:
-        what, identity = self.next()
-        assert what == "attach", (what, identity)
-        assert isinstance(identity, ClientIdentity)
-        return identity
-
-    def attach(self, role: str = "engine", name: str = "prefill") -> Attachment:
-        return attach(self.runtime_dir, role, name)
-
-    def raw(self) -> socket.socket:
-        channel = socket.socket(socket.AF_UNIX)
-        channel.settimeout(WAIT_S)
-        channel.connect(str(self.server.path))
-        return channel
 
 
 @pytest.fixture
@@ -112,11 +53,6 @@ def door(short_dir: Path) -> Iterator[Door]:
     yield made
     made.server.close()
     assert not made.server.path.exists()
-
-
-def spawn(door: Door, then: str) -> subprocess.Popen[str]:
-    script = CLIENT.format(then=then)
-    return subprocess.Popen([sys.executable, "-c", script, str(door.runtime_dir)], stdout=subprocess.PIPE, text=True)
 
 
 def test_identity_comes_from_the_kernel(door: Door) -> None:
@@ -155,111 +91,6 @@ def test_a_live_client_that_leaves_is_suspect_not_gone(door: Door) -> None:
     assert door.attached().token != token
     assert [door.next()[0] for _ in range(2)] == ["leave", "disconnect"]
     assert door.reports.empty(), "the process lives, so no exit may be reported"
-
-
-def test_kill_is_disconnect_then_exit(door: Door) -> None:
-    with spawn(door, "time.sleep(600)") as client:
-        identity = door.attached()
-        assert identity.pid == client.pid
-        client.send_signal(signal.SIGKILL)
-    assert door.next() == ("disconnect", identity.token)
-    assert door.next() == ("exit", identity.token)
-    with pytest.raises(Unauthorized):
-        door.server.identity_of(identity.token)
-
-
-@contextlib.contextmanager
-def orphan(door: Door, in_child: str = "") -> Iterator[tuple[ClientIdentity, int]]:
-    """A client that forked and is dead, and a pidfd of the child, which runs `in_child` first."""
-    fork = f"""
-import os, socket
-pid = os.fork()
-if pid == 0:
-    {in_child or 'pass'}
-    time.sleep(600)
-print(pid, flush=True)
-os._exit(0)
-"""
-    with spawn(door, fork) as client:
-        identity = door.attached()
-        assert client.stdout is not None
-        assert client.stdout.readline().strip() == identity.token
-        child = os.pidfd_open(int(client.stdout.readline()))
-        try:
-            client.wait(WAIT_S)
-            yield identity, child
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(child, signal.SIGKILL)
-            os.close(child)
-
-
-def test_a_child_that_inherited_the_lifeline_counts(door: Door) -> None:
-    """The attached process is dead, its pidfd readable; a child of it may still write to what it mapped."""
-    with orphan(door) as (identity, child):
-        assert door.next() == ("disconnect", identity.token)
-        with pytest.raises(queue.Empty):
-            door.reports.get(timeout=0.3)
-        life = door.server.life_of(identity.token)
-        assert life is not None
-        assert (life.pid, life.inherited) == (identity.pid, True)
-        assert not door.server.kill(identity.token), "there is no pidfd of the child"
-        signal.pidfd_send_signal(child, signal.SIGKILL)
-        assert door.next() == ("exit", identity.token)
-        assert door.server.life_of(identity.token) is None
-
-
-@pytest.mark.parametrize("where", ["attachment._channel.shutdown(socket.SHUT_RDWR)", "os.close(attachment.lifeline)"])
-def test_what_a_child_says_on_the_socket_counts_for_nothing(door: Door, where: str) -> None:
-    """Only a closed lifeline is an end; a socket that any holder shut down is none."""
-    with orphan(door, where) as (identity, _):
-        assert door.next() == ("disconnect", identity.token)
-        if "lifeline" in where:
-            assert door.next() == ("exit", identity.token)
-        else:
-            with pytest.raises(queue.Empty):
-                door.reports.get(timeout=0.3)
-
-
-def test_a_process_that_closed_or_wrote_to_its_lifeline_counts_by_its_pidfd(door: Door) -> None:
-    then = "import os\nos.write(attachment.lifeline, b'x' * 9000)\nos.close(attachment.lifeline)\ntime.sleep(600)"
-    with spawn(door, then) as client:
-        identity = door.attached()
-        with pytest.raises(queue.Empty):
-            door.reports.get(timeout=0.3)
-        client.kill()
-        assert door.next() == ("disconnect", identity.token)
-        assert door.next() == ("exit", identity.token)
-
-
-def test_a_child_that_executed_a_program_inherited_nothing(door: Door) -> None:
-    """Close-on-exec: its new memory maps nothing, and the lifeline is closed in it."""
-    then = "import os, subprocess\np = subprocess.Popen(['sleep', '600'])\nprint(p.pid, flush=True)\nos._exit(0)"
-    with spawn(door, then) as client:
-        identity = door.attached()
-        assert client.stdout is not None
-        assert client.stdout.readline().strip() == identity.token
-        child = os.pidfd_open(int(client.stdout.readline()))
-        try:
-            assert door.next() == ("disconnect", identity.token)
-            assert door.next() == ("exit", identity.token)
-        finally:
-            signal.pidfd_send_signal(child, signal.SIGKILL)
-            os.close(child)
-
-
-def test_kill_ends_the_attached_process_and_no_other(door: Door) -> None:
-    with spawn(door, "time.sleep(600)") as client:
-        identity = door.attached()
-        life = door.server.life_of(identity.token)
-        assert life is not None
-        assert (life.pid, life.inherited) == (client.pid, False)
-        assert door.server.kill(identity.token)
-        assert client.wait(WAIT_S) == -signal.SIGKILL
-    assert door.next() == ("disconnect", identity.token)
-    assert door.next() == ("exit", identity.token)
-    assert not door.server.kill(identity.token)
-    assert not door.server.kill("0" * 64)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
