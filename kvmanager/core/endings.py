@@ -139,6 +139,8 @@ def condemn(chain: Chain, row: int) -> None:
 
 
 def _pull_ended(state: State, plan_id: int, job: PullJob, outcome: CopyOutcome, error: KVError | None) -> None:
+    if job.orphaned and ended_well(outcome):
+        outcome, error = CopyOutcome.FAILED, TransferFailed("the daemon restarted during the hand-off; ask again")
     group = state.groups[job.group]
     chain = group.chains[job.chain]
     for row in job.rows:

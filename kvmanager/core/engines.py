@@ -25,7 +25,8 @@ def register(state: State, event: RegisterEngine) -> Engine:
     old = state.engines.pop(event.engine, None)
     if old is not None:
         _retire(state, old)
-    engine = Engine(event.engine, state.next_epoch, event.group, state.namespace_id(event.namespace), event.ranks)
+    namespace = state.namespace_id(event.namespace)
+    engine = Engine(event.engine, state.next_epoch, event.group, namespace, event.ranks, note=event.note)
     state.next_epoch += 1
     state.engines[event.engine] = engine
     return engine
@@ -77,6 +78,7 @@ def attach(state: State, event: AttachRank) -> int:
     attach_id = state.next_attach
     state.next_attach += 1
     engine.attaches[attach_id] = event.rank
+    engine.attach_notes[attach_id] = event.note
     state.timelines[attach_id] = 0
     return attach_id
 
@@ -102,9 +104,18 @@ def suspect(state: State, name: str, epoch: int) -> None:
 def fence_suspects(state: State) -> None:
     """Asks, once, for the end of engines that have been suspect for too long."""
     for engine in state.all_engines():
-        if engine.suspect and not engine.fenced and state.now - engine.suspect_ns >= state.limits.fence_after_ns:
+        if _unheard(state, engine, state.now):
             engine.fenced = True
             state.effects.append(FenceEngine(engine.name, engine.epoch))
+
+
+def overdue(state: State, now: int) -> bool:
+    """Whether `fence_suspects` would ask for something at `now`."""
+    return any(_unheard(state, engine, now) for engine in state.all_engines())
+
+
+def _unheard(state: State, engine: Engine, now: int) -> bool:
+    return engine.suspect and not engine.fenced and now - engine.suspect_ns >= state.limits.fence_after_ns
 
 
 def resume(state: State, name: str, epoch: int) -> Engine:

@@ -43,6 +43,7 @@ class RegisterEngine:
     key_tokens: int
     layout_fingerprints: tuple[str, ...]
     ranks: int
+    note: bytes = b""  # kept for the shell as long as the epoch
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class AttachRank:
     epoch: int
     rank: int
     word: int
+    note: bytes = b""  # kept for the shell as long as the attach
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,25 @@ class EngineResumed:
 @dataclass(frozen=True)
 class MoverGone:
     """The mover's process is dead (its pidfd is readable): its plans failed, late writes are impossible."""
+
+
+@dataclass(frozen=True)
+class MoverJoined:
+    """A mover's process took the node's regions; `incarnation` names it."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """A new daemon took over from one that ended at any point; its core was read back.
+
+    known_plans: what mover process `incarnation` still carries. Ends that it had kept were told before.
+    """
+
+    boot_id: int
+    incarnation: int
+    known_plans: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -238,9 +259,13 @@ class Tick:
 
 Event = (
     RegisterEngine | AttachRank | DetachRank | TimelinesRead | EngineSuspect | EngineResumed | EngineGone | MoverGone
+    | MoverJoined | Recovered
     | Step | PlanEnded
     | ExportRequestKV | RenewTickets | AcceptTicket | CheckTicket | ReleaseTicket | Drain | Trim | Tick
 )
+
+READS = (CheckTicket,)
+"""Events that ask and change nothing."""
 
 
 # ----------------------------------------------------------------------------------- effects

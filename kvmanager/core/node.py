@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from kvmanager.core import engines, tickets
+from kvmanager.core import engines, recovery, tickets
 from kvmanager.core.endings import plan_ended
 from kvmanager.core.events import (
     AcceptTicket,
     Attached,
     AttachRank,
     CheckTicket,
-    CopyOutcome,
     DetachRank,
     Drain,
     Effect,
@@ -19,7 +18,9 @@ from kvmanager.core.events import (
     Event,
     ExportRequestKV,
     MoverGone,
+    MoverJoined,
     PlanEnded,
+    Recovered,
     Registered,
     RegisterEngine,
     ReleaseTicket,
@@ -33,13 +34,12 @@ from kvmanager.core.events import (
 from kvmanager.core.eviction import Policy, leaf_first_lru
 from kvmanager.core.fences import resolve_fences
 from kvmanager.core.group import Group
-from kvmanager.core.sessions import sweep
-from kvmanager.core.spans import HOST
+from kvmanager.core.sessions import overdue, sweep
 from kvmanager.core.spec import GroupSpec, Limits
-from kvmanager.core.state import CopyJob, State
+from kvmanager.core.state import State
 from kvmanager.core.steps import step
 from kvmanager.core.writeback import pump_writeback, reconsider
-from kvmanager.errors import KVError, TransferFailed
+from kvmanager.errors import KVError
 
 
 class Node:
@@ -55,6 +55,29 @@ class Node:
         """`first_plan_id`: above every id of earlier boots, since movers outlive a daemon. `policy`: who goes first."""
         self.state = State([Group(spec, policy) for spec in groups], limits)
         self.state.next_plan = first_plan_id
+
+    @classmethod
+    def of(cls, state: State) -> Node:
+        """The machine that goes on from a stored state."""
+        node = cls.__new__(cls)
+        node.state = state
+        return node
+
+    def idle(self, event: Event, now: int) -> bool:
+        """Whether the event would change nothing at `now` but the clock, and has no answer: it may be left out.
+
+        False where that takes more than a glance.
+        """
+        state = self.state
+        match event:
+            case TimelinesRead():
+                # Fences are looked at whenever one is added, or a value or a rank's life changes.
+                return all(value <= state.timelines.get(attach, value) for attach, value in event.values.items())
+            case Tick():
+                waiting = any(group.blocked or any(group.declined) for group in state.groups.values())
+                late = engines.overdue(state, now) or tickets.overdue(state, now) or overdue(state, now)
+                return not (waiting or late)
+        return False
 
     def apply(self, event: Event, now: int) -> list[Effect]:
         """Handles one event at `now` (ns, never less than before) and returns what is to be done, in order."""
@@ -121,8 +144,8 @@ class Node:
                 engines.suspect(self.state, event.engine, event.epoch)
             case EngineGone():
                 engines.engine_gone(self.state, event)
-            case MoverGone():
-                self._mover_gone()
+            case MoverGone() | MoverJoined() | Recovered():
+                self._processes(event)
             case Drain():
                 for engine in self.state.engines.values():
                     self.state.notify(engine, draining=event.why)
@@ -133,6 +156,16 @@ class Node:
                 self._tick()
             case _:
                 raise AssertionError(f"unhandled event {event!r}")
+
+    def _processes(self, event: MoverGone | MoverJoined | Recovered) -> None:
+        """Movers and daemons end and begin."""
+        match event:
+            case MoverGone():
+                recovery.mover_gone(self.state)
+            case MoverJoined():
+                self.state.mover = event.incarnation
+            case Recovered():
+                recovery.recovered(self.state, event)
 
     def _tick(self) -> None:
         """Time passes: what is over ends without any new work."""
@@ -150,23 +183,6 @@ class Node:
                 known[attach_id] = max(known[attach_id], value)
         for engine in self.state.all_engines():
             resolve_fences(self.state, engine)
-
-    def _mover_gone(self) -> None:
-        """The mover's process is dead: nothing it had in flight can land any more."""
-        error = TransferFailed("the mover died; the copy did not complete")
-        jobs = list(self.state.jobs.items())
-        for plan_id, job in jobs:
-            plan_ended(self.state, plan_id, CopyOutcome.CANCELLED, error)
-            if isinstance(job, CopyJob) and job.target_tier == HOST:
-                # Nothing was wrong with these copies: they are wanted as before.
-                wanting = self.state.groups[job.group]
-                wanting.chains[job.chain].table.failures[job.rows] = 0
-                wanting.writeback[job.chain].extend(job.rows)
-        for group, pool, page_class, pages in self.state.quarantine:
-            self.state.groups[group].pools[pool].give(page_class, pages)
-        self.state.quarantine.clear()
-        for group_now in self.state.groups.values():
-            group_now.unblock()
 
     @property
     def fences_pending(self) -> bool:

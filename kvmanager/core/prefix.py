@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +69,25 @@ class PrefixIndex:
         self.ends: dict[tuple[int, bytes], int] = {}
         self.heads: dict[tuple[int, bytes], list[int]] = {}
         self.sizes: Counter[int] = Counter()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The rows of both tables; their keys are the rows' own."""
+        stored = dict(vars(self))
+        stored["ends"] = np.fromiter(self.ends.values(), np.int64, len(self.ends))
+        stored["heads"] = (
+            np.fromiter(chain.from_iterable(self.heads.values()), np.int64),
+            np.fromiter(map(len, self.heads.values()), np.int64, len(self.heads)),
+        )
+        return stored
+
+    def __setstate__(self, stored: dict[str, Any]) -> None:
+        vars(self).update(stored)
+        width, keys, namespaces = self.key_bytes, self.table.keys, self.table.namespace.tolist()
+        self.ends = {(namespaces[row], keys[row][-width:]): row for row in stored["ends"].tolist()}
+        rows, counts = (part.tolist() for part in stored["heads"])
+        named = iter(rows)
+        listed = (list(islice(named, count)) for count in counts)
+        self.heads = {(namespaces[some[0]], keys[some[0]][:width]): some for some in listed}
 
     def _first(self, row: int) -> tuple[int, bytes]:
         return int(self.table.namespace[row]), self.table.keys[row][: self.key_bytes]

@@ -162,14 +162,22 @@ class SessionBook:
         record.idle_since_ns = at_ns
         record.key = record.class_of(stop_reason)
 
+    def overdue(self, now_ns: int) -> bool:
+        """Whether some session may be forgotten now, should it hold nothing."""
+        return any(self._given_up(record, now_ns) for record in self._sessions.values())
+
+    @staticmethod
+    def _given_up(record: SessionRecord, now_ns: int) -> bool:
+        away_s = (now_ns - max(record.left_ns, record.idle_since_ns)) / SECOND_NS
+        return not record.open_requests and (record.ended or away_s >= GIVEN_UP_AFTER_S)
+
     def forget_idle(self, holding: set[int], now_ns: int) -> None:
         """Forgets sessions whose numbers are not in `holding` and that ended or stayed away for long.
 
         The latter are learned as never returned.
         """
         for session_id, record in list(self._sessions.items()):
-            away_s = (now_ns - max(record.left_ns, record.idle_since_ns)) / SECOND_NS
-            if record.number in holding or record.open_requests or (away_s < GIVEN_UP_AFTER_S and not record.ended):
+            if record.number in holding or not self._given_up(record, now_ns):
                 continue
             if record.key is not None and not record.ended:
                 for key in (record.key, (ANY_REASON, record.key[1])):

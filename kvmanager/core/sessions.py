@@ -90,3 +90,8 @@ def sweep(state: State) -> None:
         for chain in group.chains:
             holding.update(np.unique(chain.table.owner[chain.table.live]).tolist())
         group.sessions.forget_idle(holding, state.now)
+
+
+def overdue(state: State, now: int) -> bool:
+    """Whether `sweep` might forget a session at `now`."""
+    return any(group.sessions.overdue(now) for group in state.groups.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +81,20 @@ class SpanTable:
         self.keys: list[bytes] = []
         self._unused: list[int] = []
         self._grow(64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Ten thousands of keys as one text."""
+        stored = dict(vars(self))
+        stored["keys"] = (b"".join(self.keys), np.fromiter(map(len, self.keys), np.int64, len(self.keys)))
+        stored["_unused"] = np.asarray(self._unused, np.int64)
+        return stored
+
+    def __setstate__(self, stored: dict[str, Any]) -> None:
+        vars(self).update(stored)
+        text, lengths = stored["keys"]
+        ends = np.cumsum(lengths)
+        self.keys = [text[start:end] for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
+        self._unused = stored["_unused"].tolist()
 
     def _grow(self, rows: int) -> None:
         old = len(self.live)

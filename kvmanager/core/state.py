@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -61,6 +62,7 @@ class Engine:
     left so far; what a request opened before that is no longer believed to have been written everywhere.
     ended: attach ids that left and that a fence may still name. fence_values: attach id -> highest value a message
     named. suspect_ns: since when it is suspect. fenced: that was told once.
+    note, attach_notes: what the shell wants to know again after a restart.
     """
 
     name: str
@@ -82,6 +84,8 @@ class Engine:
     last_notice: int = 0
     fences: deque[FenceEntry] = field(default_factory=deque)
     covered: FenceEntry = field(default_factory=lambda: FenceEntry({}))
+    note: bytes = b""
+    attach_notes: dict[int, bytes] = field(default_factory=dict)
 
     def distrust(self, now: int) -> None:
         """Grants stop at `now`. Being told so again changes nothing."""
@@ -108,13 +112,14 @@ class CopyJob:
 
 @dataclass
 class PullJob:
-    """A hand-off in flight into the rows of one request."""
+    """A hand-off in flight into the rows of one request. orphaned: nobody will ask the source about its bytes."""
 
     group: str
     chain: int
     rows: list[int]
     waiter: tuple[str, int, int]
     ticket: TicketInfo
+    orphaned: bool = False
 
 
 @dataclass
@@ -139,10 +144,7 @@ class State:
         self.limits = limits
         self.groups = {group.spec.name: group for group in groups}
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self.reclaimers = {
-            name: Reclaimer(group, self.counters, lambda: self.now, limits.miss_costs)
-            for name, group in self.groups.items()
-        }
+        self.reclaimers = self._reclaimers()
         self.engines: dict[str, Engine] = {}
         self.retired: dict[tuple[str, int], Engine] = {}  # replaced or suspect epochs whose processes may still live
         self.timelines: dict[int, int] = {}
@@ -154,8 +156,25 @@ class State:
         self.next_epoch = 1
         self.next_attach = 1
         self.next_plan = 1
+        self.mover = 0  # incarnation of the mover whose plans these are; 0 while there is none
         self.now = 0
         self.effects: list[Effect] = []
+
+    def _reclaimers(self) -> dict[str, Reclaimer]:
+        return {
+            name: Reclaimer(group, self.counters, lambda: self.now, self.limits.miss_costs)
+            for name, group in self.groups.items()
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what follows from the rest."""
+        assert not self.effects, "a state is stored between two events"
+        return {name: value for name, value in vars(self).items() if name not in ("reclaimers", "effects")}
+
+    def __setstate__(self, stored: dict[str, Any]) -> None:
+        vars(self).update(stored)
+        self.effects = []
+        self.reclaimers = self._reclaimers()
 
     def engine(self, name: str, epoch: int) -> Engine:
         """The live engine of that epoch; typed errors for anything else."""
@@ -228,6 +247,7 @@ class State:
     def end_attach(self, engine: Engine, attach_id: int) -> None:
         """The rank's process can write no more; remembered while a fence may name it (`forget_attaches`)."""
         del engine.attaches[attach_id]
+        del engine.attach_notes[attach_id]
         engine.fence_values.pop(attach_id, None)
         engine.ended.add(attach_id)
         self.dead_attaches.add(attach_id)

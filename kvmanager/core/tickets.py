@@ -137,6 +137,11 @@ def release(state: State, event: ReleaseTicket) -> None:
     _drop(state, ticket)
 
 
+def overdue(state: State, now: int) -> bool:
+    """Whether `expire` would drop a ticket at `now`."""
+    return any(now > ticket.expires_ns + state.limits.ticket_grace_ns for ticket in state.tickets.values())
+
+
 def expire(state: State) -> None:
     """Drops tickets whose lease and grace are over; needs no new work to happen."""
     for ticket in list(state.tickets.values()):

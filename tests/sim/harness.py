@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from kvmanager.core.events import (
     CopyOutcome,
     Event,
     MoverGone,
+    MoverJoined,
     Notified,
     PlanEnded,
     ReleaseTicket,
@@ -33,6 +35,10 @@ from tests.sim.driver import nothing_held
 from tests.sim.network import Entry, Network
 from tests.sim.published import PublishedBytes
 from tests.sim.worker import Claim, CopyOp, WrongKV
+
+if TYPE_CHECKING:
+    from tests.sim.crash import Crashes
+    from tests.sim.engine import SimEngine
 
 WHOLE_PAGES = (Purpose.OFFLOAD, Purpose.MIRROR, Purpose.ONBOARD)
 _FREE = int(PageState.FREE)
@@ -68,7 +74,7 @@ class World:
     def __init__(
         self, number: int, specs: list[GroupSpec], limits: Limits, net: Network, policy: Policy = leaf_first_lru
     ) -> None:
-        self.number, self.specs, self.limits, self.net = number, specs, limits, net
+        self.number, self.specs, self.limits, self.net, self.policy = number, specs, limits, net, policy
         self.draw, self.memory, self.happened = net.draw, net.memory, net.happened
         self.node = Node(specs, limits, policy=policy)
         self.flights: dict[int, Flight] = {}
@@ -86,6 +92,10 @@ class World:
         }
         self.published = PublishedBytes(self.node, net.memory)
         self._free = self._page_states()
+        self.engines: list[SimEngine] = []
+        self.mover = 1
+        self.crashes: Crashes | None = None
+        self.apply(MoverJoined(self.mover))
 
     @property
     def now(self) -> int:
@@ -107,12 +117,16 @@ class World:
         net = self.net
         net.now += passes
         net.applied += 1
+        if self.crashes is not None:
+            self.crashes.before(event)
         entry = Entry(self.number, net.now, event, [])
         net.story.append(entry)
         effects = self.node.apply(event, net.now)
         entry.effects.extend(effects)
         audit(self.node.state)
         self._poison_freed()
+        if self.crashes is not None and self.crashes.after(event, effects):
+            return self.apply(event, 0)  # whoever sent it heard nothing, and says it again
         answer: object = None
         for effect in effects:
             match effect:
@@ -240,7 +254,9 @@ class World:
         self.lost.clear()
         self.late.clear()
         self.pulls.clear()
+        self.mover += 1
         self.apply(MoverGone())
+        self.apply(MoverJoined(self.mover))
 
     # ------------------------------------------------------------------------------- pulls
 
@@ -248,7 +264,7 @@ class World:
         """The next stage of a pull."""
         pull = self.pulls[plan_id]
         end = pulls.advance(pull, self.net, self.node.state.groups[pull.start.group], self.now)
-        if end is not None:
+        if end is not None and plan_id in self.pulls:
             self.end_pull(plan_id, *end)
 
     def end_pull(self, plan_id: int, outcome: CopyOutcome, error: KVError | None = None) -> None:

@@ -7,6 +7,7 @@ means the same whether or not another one before it is left out, and a failing h
 from __future__ import annotations
 
 import random
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from itertools import count
 from kvmanager.core.events import CopyOutcome, RenewTickets, Tick
 from kvmanager.core.eviction import POLICIES, Policy
 from tests.sim.content import Memory, Text
+from tests.sim.crash import Crashes
 from tests.sim.engine import SimEngine
 from tests.sim.harness import World
 from tests.sim.network import Network
@@ -24,6 +26,7 @@ ACTIONS = {
     "step": 34, "advance": 34, "plan": 24, "pull": 14, "resend": 2, "export": 6, "tick": 3, "renew": 1,
     "late": 1, "lose_plan": 0.5, "mover": 0.3, "break_stream": 0.3, "lose": 5, "register": 0.6,
     "cut_stream": 0.7, "resume_stream": 3, "partition": 0.5, "heal": 2,
+    "crash": 2,
 }  # fmt: skip
 MORE = {"handoff": {"export": 20, "pull": 40}, "many": {"export": 20, "pull": 40}}
 PLAN_ENDS = [CopyOutcome.DONE] * 17 + [CopyOutcome.FAILED, CopyOutcome.CANCELLED, CopyOutcome.UNKNOWN_FATE]
@@ -60,6 +63,9 @@ class Simulation:
         self.net = Network(self.draw, Memory(regions.sizes))
         policy = policy_of(seed)
         self.worlds = [World(i, specs, LIMITS, self.net, policy) for i, specs in enumerate(nodes)]
+        for world in self.worlds:
+            world.crashes = Crashes(world)
+            weakref.finalize(self, world.crashes.close)
         self.texts: list[Text] = []
         self.tickets: deque = deque(maxlen=6)
         self.engines = {spec.name: self._new_engine(w, spec.name) for w in self.worlds for spec in w.specs}
@@ -137,6 +143,9 @@ class Simulation:
                 world.land_late()
             case "mover":
                 world.kill_mover()
+            case "crash":
+                assert world.crashes is not None
+                world.crashes.arm()
 
     def _wire(self, *, cut: bool) -> None:
         """The network between the nodes."""

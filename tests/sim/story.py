@@ -38,6 +38,12 @@ def tell(story: Iterable[Entry | str]) -> list[str]:
     return lines
 
 
+def same_effect(one: object, other: object) -> bool:
+    """Whether two effects say the same, to the last page."""
+    with np.printoptions(threshold=100_000):
+        return repr(one) == repr(other)
+
+
 def _short(text: str) -> str:
     return text if len(text) <= WIDE else text[:WIDE] + "..."
 

@@ -9,7 +9,7 @@ import pytest
 from kvmanager.core.node import Node
 from tests.sim.many import run_all
 from tests.sim.shrink import simulate
-from tests.sim.simulate import Simulation, policy_of
+from tests.sim.simulate import FINISH, Simulation, policy_of
 from tests.sim.worlds import KINDS, LIMITS
 
 
@@ -40,7 +40,7 @@ def test_the_short_histories_reach_what_they_are_for() -> None:
         counters += report.counters
     for name in ("runnable", "waiting", "refused", "resend", "plan failed", "plan unknown_fate", "export", "pull done",
                  "stream cut", "stream resumed", "nodes cut off", "message lost", "plan lost", "mover died",
-                 "late bytes", "engine gone"):  # fmt: skip
+                 "late bytes", "engine gone", "daemon died"):  # fmt: skip
         assert happened[name] > 0, (name, happened)
     for name in ("prefix_hit", "partial_span_reuse", "onboard", "offload", "mirror", "spill", "eviction", "reclaim",
                  "draft_truncation", "handoff", "expired_ticket", "quarantined_copy"):  # fmt: skip
@@ -59,3 +59,20 @@ def test_same_events_same_effects(seed: int) -> None:
         for entry in entries:
             again = nodes[entry.node].apply(entry.event, entry.now)
             assert repr(again) == repr(entry.effects), entry.event
+
+
+@pytest.mark.parametrize("seed", range(len(KINDS)))
+def test_a_recovered_core_goes_on_with_no_difference(seed: int) -> None:
+    """The same history, once with its cores, once with others from their journals before every fifth action."""
+    stories = []
+    for every in (0, 5):
+        simulation = Simulation(seed)
+        simulation._weights[simulation._names.index("crash")] = 0
+        for number in [*range(150), FINISH]:
+            if every and number % every == 0:
+                for world in simulation.worlds:
+                    world.crashes.replace()
+            simulation._do(number, False)
+        with np.printoptions(threshold=100_000):
+            stories.append([repr(entry) for entry in simulation.net.story])
+    assert stories[0] == stories[1]
