@@ -6,10 +6,13 @@ on with SCM_RIGHTS. Its size is sealed, so a mapping can never be cut short unde
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,10 @@ from kvmanager.errors import ConfigError, InvalidArgument
 from kvmanager.units import KIB, format_bytes
 
 ByteArray = npt.NDArray[np.uint8]
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap module
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _UNLIMITED_BYTES = 1 << 62
 """cgroup v1 writes a number near 2**63 for `no limit`; nothing real is as large as this."""
@@ -35,15 +42,55 @@ def create_memfd(name: str, size_bytes: int) -> int:
     available = available_host_bytes()
     if size_bytes > available:
         raise _no_room(name, size_bytes, available)
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = open_memfd(name, size_bytes)
     try:
-        os.ftruncate(fd, size_bytes)
         os.posix_fallocate(fd, 0, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     except OSError as error:
         os.close(fd)
         raise _no_room(name, size_bytes, available) from error
     return fd
+
+
+def open_memfd(name: str, size_bytes: int) -> int:
+    """A new memfd of `size_bytes` bytes, its size sealed, close-on-exec; it takes memory only as it is faulted in.
+
+    The caller owns the fd. For memory so large that reserving it takes a while: `populate` does that in pieces.
+    """
+    if size_bytes <= 0:
+        raise InvalidArgument(f"memory {name!r} of {size_bytes} bytes: the size must be positive")
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def populate(fd: int, offset_bytes: int, size_bytes: int) -> None:
+    """Faults a piece of a memfd in, zeroed where it is new; content that is there stays. Other threads run meanwhile.
+
+    `offset_bytes` is a multiple of the system's page size. Before Linux 5.14 the space is reserved only, and faulted
+    in on first use. Raises ConfigError when the host has no more memory.
+    """
+    with mmap.mmap(fd, size_bytes, offset=offset_bytes) as mapping:
+        start = ctypes.c_char.from_buffer(mapping)
+        failed = _libc.madvise(ctypes.addressof(start), size_bytes, _MADV_POPULATE_WRITE)
+        reason = ctypes.get_errno()
+        del start  # the mapping can't be closed under it
+    if failed and reason == errno.EINVAL:
+        try:
+            os.posix_fallocate(fd, offset_bytes, size_bytes)
+        except OSError as error:
+            failed, reason = -1, error.errno or 0
+        else:
+            return
+    if failed:
+        raise ConfigError(
+            f"the host's memory ran out while regions were faulted in: {os.strerror(reason)}; configure smaller pools "
+            "or raise the memory limit"
+        )
 
 
 def _no_room(name: str, size_bytes: int, available: int) -> ConfigError:
@@ -79,13 +126,27 @@ def map_fd(fd: int, size_bytes: int) -> ByteArray:
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
-def available_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes that this process may still take: MemAvailable, or less where a cgroup leaves less.
+@dataclass(frozen=True, order=True)
+class HostRoom:
+    """Bytes that this process may still take, and what says so: "MemAvailable of the host", or a cgroup's file."""
 
-    `root` stands before /proc and /sys (tests give a directory). Every cgroup from the process's own up
-    to the mount's top counts, version 2 and version 1; one that is absent or unlimited does not.
+    available_bytes: int
+    limit: str
+
+
+def host_room(root: Path = Path("/")) -> HostRoom:
+    """The tightest of MemAvailable and what the cgroups leave.
+
+    `root` stands before /proc and /sys (tests give a directory). Every cgroup from the process's own up to the
+    mount's top counts, version 2 (memory.max, and memory.high, over which a process is slowed to a halt) and
+    version 1; one that is absent or unlimited does not.
     """
-    return min([_mem_available(root), *_cgroup_left(root)])
+    return min([HostRoom(_mem_available(root), "MemAvailable of the host"), *_cgroup_left(root)])
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """The bytes of `host_room`."""
+    return host_room(root).available_bytes
 
 
 def _mem_available(root: Path) -> int:
@@ -95,7 +156,7 @@ def _mem_available(root: Path) -> int:
     raise ConfigError(f"{root / 'proc/meminfo'} has no MemAvailable line: Linux 3.14 or later is needed")
 
 
-def _cgroup_left(root: Path) -> Iterator[int]:
+def _cgroup_left(root: Path) -> Iterator[HostRoom]:
     """Room left in each limiting cgroup: limit less use, where reclaimable file cache is not use."""
     table = root / "proc/self/cgroup"
     if not table.exists():
@@ -103,17 +164,20 @@ def _cgroup_left(root: Path) -> Iterator[int]:
     for line in table.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            names = ("memory.max", "memory.current", "inactive_file")
+            limits: tuple[str, ...] = ("memory.max", "memory.high")
+            use = ("memory.current", "inactive_file")
             mount = root / "sys/fs/cgroup"
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            limits = ("memory.limit_in_bytes",)
+            use = ("memory.usage_in_bytes", "total_inactive_file")
             mount = root / "sys/fs/cgroup/memory"
         else:
             continue
         for group in _up_to_mount(mount, path):
-            left = _group_left(group, *names)
-            if left is not None:
-                yield left
+            for limit in limits:
+                left = _group_left(group, limit, *use)
+                if left is not None:
+                    yield HostRoom(left, str(group / limit))
 
 
 def _up_to_mount(mount: Path, path: str) -> Iterator[Path]:

@@ -18,6 +18,7 @@ from kvmanager.core.reclaim import reclaimable_slabs
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
 from kvmanager.core.state import Engine, State
 from kvmanager.errors import InvalidArgument
+from kvmanager.faultin import FaultIn
 from kvmanager.loop import OwnerLoop
 from kvmanager.movers import Mover
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -42,6 +43,7 @@ class AdminService(pb_grpc.AdminServicer):
         state: Callable[[], str],
         fence_action: str,
         holders: Callable[[tuple[str, int]], str],
+        fault_in: FaultIn,
     ) -> None:
         """`holders(engine, epoch)`: what the pages of a suspect engine wait for."""
         self._boot_id = boot_id
@@ -52,6 +54,7 @@ class AdminService(pb_grpc.AdminServicer):
         self._state = state
         self._fence_action = fence_action
         self._holders = holders
+        self._fault_in = fault_in
         self._started_ns = time.monotonic_ns()
 
     @typed
@@ -64,6 +67,8 @@ class AdminService(pb_grpc.AdminServicer):
         reply.version = __version__
         reply.node = self._name
         reply.state = self._state()
+        reply.faulted_in_bytes = self._fault_in.done_bytes
+        reply.memory_bytes = self._fault_in.total_bytes
         reply.uptime_ns = time.monotonic_ns() - self._started_ns
         reply.movers.add(
             device=self._mover.device,

@@ -115,6 +115,7 @@ class NodeSection:
     runtime_dir: Path
     device: str = "cpu"
     trust_uids: tuple[int, ...] = dataclasses.field(default_factory=lambda: (os.getuid(),))
+    drain_ms: int = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +304,7 @@ class NodeConfig:
         """Bytes the node would take: all pools of all ranks, and the staging ring."""
         return self.mover.staging_bytes + sum(group.planned_bytes for group in self.groups)
 
-    def check_memory(self, available: int) -> None:
+    def check_memory(self, available: int, limit: str = "MemAvailable of the host") -> None:
         """Refuses a configuration that needs more than `available` bytes.
 
         Raises ConfigError naming both figures and the key that takes the most.
@@ -318,7 +319,8 @@ class NodeConfig:
         largest = max(parts, key=lambda key: parts[key])
         raise ConfigError(
             f"pool larger than memory: {needed} bytes ({format_bytes(needed)}) needed, {available} bytes "
-            f"({format_bytes(available)}) available; lower {largest}, which takes {format_bytes(parts[largest])}"
+            f"({format_bytes(available)}) available by {limit}; lower {largest}, which takes "
+            f"{format_bytes(parts[largest])}"
         )
 
 
@@ -337,6 +339,7 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "runtime_dir": _directory,
         "device": _device,
         "trust_uids": _uids,
+        "drain_ms": _between(0, HOUR_MS),
     },
     LeaseSection: {"ticket_ttl_ms": _count(1), "grace_ms": _count(0)},
     FenceSection: {

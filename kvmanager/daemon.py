@@ -2,8 +2,8 @@
 
     python -m kvmanager.daemon --config FILE [--keeper-fd N]
 
-Exit codes: 0 after SIGTERM, 78 for a configuration that can't be used, 77 after a broken invariant
-(the keeper restarts it), 1 for anything else.
+Exit codes: 0 after SIGTERM (the log says what was still held when the drain's time was over), 78 for a configuration
+that can't be used, 77 after a broken invariant (the keeper restarts it), 1 for anything else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvmanager.admin_service import AdminService
-from kvmanager.allocators.backing import available_host_bytes
+from kvmanager.allocators.backing import host_room
 from kvmanager.attach import AttachServer, ClientIdentity
 from kvmanager.callers import Callers
 from kvmanager.config import NodeConfig
@@ -33,8 +33,10 @@ from kvmanager.core.events import AbandonTicket, Drain, Effect, FenceEngine, Not
 from kvmanager.core.eviction import POLICIES
 from kvmanager.core.node import Node
 from kvmanager.deposits import KeeperLink
+from kvmanager.draining import has_requests, still_held
 from kvmanager.engine_service import EngineService, Gate
-from kvmanager.errors import ConfigError, DaemonError, KVError, NotReady
+from kvmanager.errors import ConfigError, DaemonError, Draining, KVError, NotReady
+from kvmanager.faultin import FaultIn
 from kvmanager.fencing import Fence
 from kvmanager.groups import core_limits, plan_memory
 from kvmanager.handoff import Handoffs
@@ -48,13 +50,14 @@ from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.runtime_dir import GRPC_SOCKET, make_private_dir
 from kvmanager.sessions import SessionHub
+from kvmanager.units import format_bytes
 from kvmanager.wire import MESSAGE_MAX_BYTES
 from kvmanager.worker_service import WorkerService
 
 EXIT_INVARIANT = 77
 STREAM_THREADS = 64
 """Concurrent calls; each open session holds one."""
-DRAIN_S = 10.0
+DRAIN_POLL_S = 0.05
 _log = logging.getLogger("kvmanager.daemon")
 
 
@@ -63,7 +66,8 @@ class Daemon:
 
     def __init__(self, config: NodeConfig, keeper: KeeperLink | None) -> None:
         """Makes the memory. Raises ConfigError when it does not fit."""
-        config.check_memory(available_host_bytes())
+        room = host_room()
+        config.check_memory(room.available_bytes, room.limit)
         make_private_dir(config.node.runtime_dir)
         self._config = config
         # Later boots are larger: a mover follows the newest daemon it has seen.
@@ -71,10 +75,12 @@ class Daemon:
         plan = plan_memory(config)
         limits = core_limits(config)
         self._regions = NodeRegions(plan, keeper)
+        self._fault_in = FaultIn(self._regions.made)
         # Plan ids are new over all boots, since a mover outlives a daemon.
         policy = POLICIES[config.eviction.policy]
         self._node = Node(list(plan.groups), limits, first_plan_id=self._boot_id, policy=policy)
         self._over = threading.Event()
+        self._hurry = threading.Event()
         self._failure: BaseException | None = None
         self._state = "starting"
         self._groups = {group.name: group for group in plan.groups}
@@ -141,6 +147,7 @@ class Daemon:
             lambda: self._state,
             fence.action,
             self._fence.holders,
+            self._fault_in,
         )
         server = grpc.server(
             ThreadPoolExecutor(max_workers=STREAM_THREADS, thread_name_prefix="grpc"),
@@ -163,6 +170,7 @@ class Daemon:
         pb_grpc.add_PeerServicer_to_server(peers, server)
         pb_grpc.add_AdminServicer_to_server(admin, server)
         health_servicer = health.HealthServicer()
+        health_servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         services = [service.full_name for service in pb.DESCRIPTOR.services_by_name.values()]
         reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
@@ -172,13 +180,21 @@ class Daemon:
         return attach_server, server, health_servicer
 
     def start(self) -> None:
-        """Connects the mover, then lets clients in. Raises NotReady when the mover does not come up."""
+        """Faults the memory in and connects the mover, then lets engines in; operators may look on.
+
+        Returns early when `request_stop` came meanwhile. Raises ConfigError when the memory ran out, NotReady when
+        the mover does not come up.
+        """
         self._loop.start()
-        self._mover.connect()
         self._server.start()
+        self._attach.start()
+        began = time.monotonic()
+        if not self._fault_in.run(self._over.is_set):
+            return
+        _log.info("%s faulted in, %.1f s", format_bytes(self._fault_in.total_bytes), time.monotonic() - began)
+        self._mover.connect()  # it maps the regions, and is ready with them when this returns
         self._state = "serving"
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        self._attach.start()
         _log.info("node %s serves %s", self._config.node.name, self._config.node.runtime_dir)
 
     def wait(self) -> BaseException | None:
@@ -187,11 +203,13 @@ class Daemon:
         return self._failure
 
     def request_stop(self) -> None:
-        """Asks for an orderly stop; safe in a signal handler."""
+        """Asks for an orderly stop, and when asked again, for one that waits for nothing. Safe in a signal handler."""
+        if self._over.is_set():
+            self._hurry.set()
         self._over.set()
 
     def stop(self) -> None:
-        """Drains for at most DRAIN_S, then closes everything."""
+        """Drains for at most `drain_ms`, then closes everything and says how long that took."""
         if self._failure is None:
             with contextlib.suppress(NotReady):  # the failure that ended the core is known
                 self._drain()
@@ -201,7 +219,9 @@ class Daemon:
         self._handoffs.close()
         self._mover.close()
         self._loop.stop()
+        began = time.monotonic()
         self._regions.close()
+        _log.info("closed %s of memory, %.1f s", format_bytes(self._fault_in.total_bytes), time.monotonic() - began)
 
     def _drain(self) -> None:
         """Refuses new work and waits for what runs. Raises NotReady when the core ends meanwhile."""
@@ -209,12 +229,15 @@ class Daemon:
         self._gate.close()
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         self._loop.post(Drain("the node was told to stop"))
-        deadline = time.monotonic() + DRAIN_S
-        while time.monotonic() < deadline and self._failure is None:
-            if not self._loop.inspect(lambda node: any(e.requests for e in node.state.all_engines())):
+        began = time.monotonic()
+        drain_s = self._config.node.drain_ms / 1000
+        while self._loop.inspect(has_requests) and self._failure is None:
+            waited = time.monotonic() - began
+            if waited >= drain_s or self._hurry.wait(DRAIN_POLL_S):
+                why = "told again" if self._hurry.is_set() else f"drain_ms = {self._config.node.drain_ms} are over"
+                _log.warning("stops with work undone (%s): %s", why, "; ".join(self._loop.inspect(still_held)))
                 return
-            time.sleep(0.05)
-        _log.warning("requests were still running after %s s", DRAIN_S)
+        _log.info("drained, %.1f s", time.monotonic() - began)
 
     # ------------------------------------------------------------------------------ callbacks
 
@@ -241,8 +264,13 @@ class Daemon:
         self._over.set()
 
     def _on_attach(self, identity: ClientIdentity) -> None:
-        if self._state == "draining" and identity.role != "operator":
-            raise NotReady("the node drains; attach to another")
+        if identity.role == "operator":
+            return
+        if self._state == "draining":
+            raise Draining("the node drains; attach to another")
+        if self._state == "starting":
+            done, total = format_bytes(self._fault_in.done_bytes), format_bytes(self._fault_in.total_bytes)
+            raise NotReady(f"the node starts: {done} of {total} are faulted in; attach again")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -289,6 +317,10 @@ def _serve(daemon: Daemon) -> int:
         signal.signal(number, lambda *_: daemon.request_stop())
     try:
         daemon.start()
+    except ConfigError as error:
+        _log.critical("%s", error)
+        daemon.stop()
+        return EXIT_CONFIG
     except (KVError, DaemonError) as error:
         _log.critical("%s", error)
         daemon.stop()

@@ -42,6 +42,7 @@ EXIT_CONFIG: Final = 78
 
 _PR_SET_PDEATHSIG: Final = 1
 _ANSWER_TIMEOUT_S: Final = 5.0
+_CLOSE_S: Final = 20.0
 _libc = ctypes.CDLL(None, use_errno=True)
 _log = logging.getLogger("kvmanager.keeper")
 
@@ -224,7 +225,9 @@ class Keeper:
         child.process.send_signal(signal.SIGTERM)
         while child.process is not None and time.monotonic() < deadline and self._signals == signals:
             self._turn(deadline)
-        if child.process is not None:
+        if child.process is None:
+            _log.info("the %s stopped, %.1f s", child.name, patience_s - (deadline - time.monotonic()))
+        else:
             _log.error("the %s did not stop within %g s; killing it", child.name, patience_s)
             self._kill(child)
 
@@ -250,6 +253,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--runtime-dir", type=Path, required=True)
     parser.add_argument("--device", required=True)
+    parser.add_argument("--drain-ms", type=int, default=10_000, help="how long the daemon drains on SIGTERM")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s keeper: %(message)s", stream=sys.stderr)
     try:
@@ -262,7 +266,9 @@ def main(arguments: Sequence[str]) -> int:
     mover_command = (
         *python, "kvmanager.mover", "--runtime-dir", str(options.runtime_dir), "--device", options.device
     )  # fmt: skip
-    return Keeper(daemon_command, mover_command, KeeperLimits()).run()
+    # What the daemon needs after its drain, to close streams and memory.
+    limits = KeeperLimits(drain_s=options.drain_ms / 1000 + _CLOSE_S)
+    return Keeper(daemon_command, mover_command, limits).run()
 
 
 if __name__ == "__main__":

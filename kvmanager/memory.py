@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 
-from kvmanager.allocators.backing import create_memfd, map_fd
+from kvmanager.allocators.backing import map_fd, open_memfd
 from kvmanager.deposits import KeeperLink
 from kvmanager.errors import LimitExceeded, UnknownLease
 from kvmanager.groups import TIMELINE_REGION, TIMELINE_WORDS, NodeMemory
@@ -18,12 +18,12 @@ class NodeRegions:
     """Makes every region of a plan, keeps its fd, and leaves a second one with the keeper."""
 
     def __init__(self, plan: NodeMemory, keeper: KeeperLink | None) -> None:
-        """Raises ConfigError when memory can't be reserved; what was made until then is closed."""
+        """The memory takes room only as it is faulted in (`made`)."""
         self.plan = plan
         self._fds: dict[int, int] = {}
         try:
             for region in plan.regions:
-                fd = create_memfd(f"kvmanager:{region.pool}:{region.rank}", region.size_bytes)
+                fd = open_memfd(f"kvmanager:{region.pool}:{region.rank}", region.size_bytes)
                 self._fds[region.region_id] = fd
                 if keeper is not None:
                     keeper.deposit(f"region-{region.region_id}", region.size_bytes, fd)
@@ -35,6 +35,11 @@ class NodeRegions:
         self._attached: dict[int, tuple[int, tuple[int, ...]]] = {}  # attach id -> (word, regions it may map)
         self._next_word = 0
         self._lock = threading.Lock()
+
+    @property
+    def made(self) -> list[tuple[int, int]]:
+        """(fd, bytes) of the memory that is new, and still to be faulted in."""
+        return [(self._fds[region.region_id], region.size_bytes) for region in self.plan.regions]
 
     def fd(self, region_id: int) -> int:
         """The region's descriptor; it stays ours."""

@@ -58,6 +58,11 @@ def status_screen(reply: pb.StatusReply) -> RenderableType:
     head = Text(
         f"node {reply.node}: {reply.state} for {_seconds(reply.uptime_ns)}, version {reply.version}, "
         f"boot {reply.boot_id:016x}\nledger {ledger}"
+        + (
+            f"\nmemory {format_bytes(reply.faulted_in_bytes)} of {format_bytes(reply.memory_bytes)} faulted in"
+            if reply.faulted_in_bytes < reply.memory_bytes
+            else ""
+        )
     )
     engines = _table("engines", "engine", "group", "state", "epoch", "ranks", "requests", text=3)
     for engine in reply.engines:

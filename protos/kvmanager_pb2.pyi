@@ -2618,6 +2618,8 @@ class StatusReply(_message.Message):
     MOVERS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     LEDGER_OK_FIELD_NUMBER: _builtins.int
+    FAULTED_IN_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
     """id of the daemon's start"""
     version: _builtins.str
@@ -2630,6 +2632,10 @@ class StatusReply(_message.Message):
     """nanoseconds since the daemon started"""
     ledger_ok: _builtins.bool
     """Whether free + reserved + filling + ready + draining + quarantined = capacity in every pool."""
+    faulted_in_bytes: _builtins.int
+    """bytes of memory that are ready for use; the node serves when it is all of them"""
+    memory_bytes: _builtins.int
+    """bytes of memory to be faulted in at the start"""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]:
         """one an engine epoch that may hold something"""
@@ -2654,10 +2660,12 @@ class StatusReply(_message.Message):
         movers: _abc.Iterable[Global___MoverStatus] | None = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         ledger_ok: _builtins.bool = ...,
+        faulted_in_bytes: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "counters", b"counters", "engines", b"engines", "ledger_ok", b"ledger_ok", "movers", b"movers", "node", b"node", "state", b"state", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "counters", b"counters", "engines", b"engines", "faulted_in_bytes", b"faulted_in_bytes", "ledger_ok", b"ledger_ok", "memory_bytes", b"memory_bytes", "movers", b"movers", "node", b"node", "state", b"state", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,14 +1,27 @@
 """Sealed host memory, and how much of it there is."""
 
+import ctypes
+import errno
 import fcntl
 import os
 import resource
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvmanager.allocators.backing import available_host_bytes, check_sealed, create_memfd, map_fd
+from kvmanager.allocators import backing
+from kvmanager.allocators.backing import (
+    HostRoom,
+    available_host_bytes,
+    check_sealed,
+    create_memfd,
+    host_room,
+    map_fd,
+    open_memfd,
+    populate,
+)
 from kvmanager.errors import ConfigError, InvalidArgument
 from kvmanager.units import GIB, KIB, MIB
 
@@ -112,6 +125,62 @@ def test_the_tightest_cgroup_of_version_2_counts_without_its_file_cache(tmp_path
     _group(root / "sys/fs/cgroup/pod/box", memory__max=9000, memory__current=1000)
     _group(root / "sys/fs/cgroup/pod", memory__max=5000, memory__current=4000, memory__stat="anon 1\ninactive_file 500")
     assert available_host_bytes(root) == 1500
+
+
+def test_the_limit_that_binds_is_named(tmp_path):
+    root = _machine(tmp_path, 10, "0::/pod\n")
+    assert host_room(root) == HostRoom(10 * KIB, "MemAvailable of the host")
+    group = root / "sys/fs/cgroup/pod"
+    _group(group, memory__max=9000, memory__high=4000, memory__current=1000)
+    assert host_room(root) == HostRoom(3000, str(group / "memory.high"))
+    _group(group, memory__high="max")
+    assert host_room(root) == HostRoom(8000, str(group / "memory.max"))
+
+
+def test_populate_takes_the_memory_and_keeps_what_is_there():
+    size = 3 * MIB + 17
+    fd = open_memfd("region", size)
+    try:
+        assert os.fstat(fd).st_blocks == 0
+        check_sealed(fd, size)
+        os.pwrite(fd, b"kept", MIB + 5)
+        populate(fd, MIB, MIB)
+        assert 512 * os.fstat(fd).st_blocks == MIB
+        for offset in (0, 2 * MIB):
+            populate(fd, offset, min(MIB, size - offset))
+        populate(fd, 3 * MIB, 17)
+        assert 512 * os.fstat(fd).st_blocks >= size
+        assert os.pread(fd, 6, MIB + 4) == b"\0kept\0"
+    finally:
+        os.close(fd)
+
+
+def _madvise_fails(monkeypatch, code):
+    def madvise(*_):
+        ctypes.set_errno(code)
+        return -1
+
+    monkeypatch.setattr(backing, "_libc", types.SimpleNamespace(madvise=madvise))
+
+
+def test_populate_reserves_where_the_kernel_is_too_old_for_it(monkeypatch):
+    _madvise_fails(monkeypatch, errno.EINVAL)
+    fd = open_memfd("old", 4 * MIB)
+    try:
+        populate(fd, MIB, MIB)
+        assert 512 * os.fstat(fd).st_blocks == MIB
+    finally:
+        os.close(fd)
+
+
+def test_populate_says_that_memory_ran_out(monkeypatch):
+    _madvise_fails(monkeypatch, errno.ENOMEM)
+    fd = open_memfd("full", MIB)
+    try:
+        with pytest.raises(ConfigError, match=r"memory ran out .*Cannot allocate memory"):
+            populate(fd, 0, MIB)
+    finally:
+        os.close(fd)
 
 
 def test_version_1_and_a_path_that_does_not_exist_in_the_container(tmp_path):

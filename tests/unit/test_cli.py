@@ -416,7 +416,7 @@ def test_serve_becomes_the_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "execv", lambda path, command: seen.append([path, *command]))
     result = run("serve", "--json", "--config", str(config))
     assert json.loads(result.stdout)["runtime_dir"] == str(tmp_path)
-    where = ["--config", str(config), "--runtime-dir", str(tmp_path), "--device", "cpu"]
+    where = ["--config", str(config), "--runtime-dir", str(tmp_path), "--device", "cpu", "--drain-ms", "10000"]
     assert seen == [[sys.executable, sys.executable, "-m", "kvmanager.keeper", *where]]
 
 
