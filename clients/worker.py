@@ -6,38 +6,35 @@ pages it was given and to its timeline word, never to anything else.
 
 from __future__ import annotations
 
-import mmap
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
-import numpy as np
-import numpy.typing as npt
 
 from kvmanager.clients.attach import Attachment, attach, grpc_channel
-from kvmanager.errors import InvalidArgument, KVError, TransferFailed
+from kvmanager.clients.rankmemory import Memory, RankMemory, map_rank
+from kvmanager.errors import KVError, TransferFailed
 from kvmanager.killpoints import reach
 from kvmanager.layout import KVLayout
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.executor import Outcome, RegionMap
-from kvmanager.wire import error_from_rpc, layout_from_proto, pack_u64, plan_from_proto
-
-Memory = npt.NDArray[np.uint8]
+from kvmanager.wire import error_from_rpc, layout_from_proto, pack_u64, plan_from_proto, region_from_proto
 
 
 @dataclass(frozen=True)
 class ClassMemory:
     """The memory of one page class: its layout, and the mapped regions of each tier.
 
-    `host` is None where the worker never reads the host tier.
+    `device` is a torch tensor on a GPU node (uint8[size_bytes], no copy), else a numpy array. `host` is None
+    where the worker never reads the host tier.
     """
 
     layout: KVLayout
-    device: Memory
+    device: Any
     host: Memory | None
 
 
@@ -62,30 +59,35 @@ class WorkerRank:
         self.boot_id: int = reply.boot_id
         self.descriptors = {region.region_id: region for region in reply.regions}
         fds = attachment.fetch_fds(reply.attach_id)
-        self.regions = _map_regions(reply.regions, fds)
-        """region_id -> uint8[size_bytes]."""
+        self.memory: RankMemory = map_rank([region_from_proto(region) for region in reply.regions], fds)
+        """The rank's regions."""
+        self.regions = self.memory.arrays
+        """region_id -> uint8[size_bytes], of regions that are host memory."""
         self.classes = {entry.page_class: self._class_memory(entry) for entry in reply.layouts}
         """page class -> layout and memory."""
-        self._timeline = _timeline_words(reply.regions, self.regions)
         self._word: int = reply.timeline_word
 
     def _class_memory(self, entry: pb.ClassLayout) -> ClassMemory:
-        host = self.regions[entry.host_region] if entry.host_region else None
-        return ClassMemory(layout_from_proto(entry.layout), self.regions[entry.device_region], host)
+        host = self.memory.arrays[entry.host_region] if entry.host_region else None
+        return ClassMemory(layout_from_proto(entry.layout), self.memory.device_view(entry.device_region), host)
 
     def raise_timeline(self, value: int) -> None:
         """Says that all work before `value` is done. Call it after the last write of that work.
 
         On the `cpu` device the word is a plain aligned 64-bit store: x86 keeps it after the stores
-        before it; elsewhere the interpreter's lock release between two calls is the barrier.
+        before it; elsewhere the interpreter's lock release between two calls is the barrier. On a GPU it is a
+        write in torch's current stream, behind all that was queued there: join side streams first, and issue
+        it after a CUDA graph, never in one.
         """
-        assert value >= int(self._timeline[self._word]), f"timeline of attach {self.attach_id} would go back"
+        assert value >= self.memory.timeline_value(self._word), f"timeline of attach {self.attach_id} would go back"
         reach("worker.timeline.before_raise")
-        self._timeline[self._word] = value
+        self.memory.raise_timeline(self._word, value)
         reach("worker.timeline.after_raise")
 
     def detach(self) -> None:
-        """A clean leave. Raises the daemon's typed error."""
+        """A clean leave; on a GPU, once all work of this process there has ended. Raises the daemon's typed error."""
+        if self.memory.gpu is not None:
+            self.memory.gpu.wait()
         try:
             self._stub.Detach(pb.DetachRequest(attach_id=self.attach_id))
         except grpc.RpcError as error:
@@ -94,6 +96,8 @@ class WorkerRank:
 
     def close(self) -> None:
         """Ends the connection. The mappings live on until nobody holds a view of them."""
+        if self.memory.gpu is not None:
+            self.memory.gpu.close()
         self._channel.close()
         self._attachment.close()
 
@@ -120,17 +124,20 @@ class WorkerGroup:
         self.regions = RegionMap()
         """Regions of all ranks; one that several ranks map (the timelines) is in it once."""
         for rank in ranks:
-            for region_id, memory in rank.regions.items():
-                if region_id not in self.regions:
-                    self.regions.add(region_id, memory)
+            rank.memory.add_to(self.regions)
         self._value = 0
 
     def run_plans(self, plans: Iterable[pb.Plan]) -> None:
         """Carries out the daemon's copies (copy-on-write) before the request's first write.
 
-        A plan may span the regions of several ranks. Raises the plan's typed error when it did not
-        end as a whole, InvalidArgument for a plan that names other memory.
+        On a GPU they are queued in torch's current stream, which the first write must follow. A plan may span
+        the regions of several ranks. Raises the plan's typed error when it did not end as a whole,
+        InvalidArgument for a plan that names other memory.
         """
+        gpu = self.ranks[0].memory.gpu
+        if gpu is not None:
+            gpu.run_plans(map(plan_from_proto, plans), self.regions)
+            return
         executor = CpuExecutor(self.regions)
         for plan in plans:
             executor.submit(plan_from_proto(plan))
@@ -164,35 +171,3 @@ class WorkerGroup:
                 rank.close()
         if errors:
             raise errors[0]
-
-
-def _map_regions(regions: Iterable[pb.Region], fds: Sequence[int]) -> dict[int, Memory]:
-    """Maps each region, in order, and closes the fds: a mapping outlives its fd.
-
-    A child that this process forks has none of the mappings: nobody else would know that it can write to them.
-    """
-    described = list(regions)
-    try:
-        if len(described) != len(fds):
-            raise InvalidArgument(f"{len(fds)} fds came for {len(described)} regions")
-        return {
-            region.region_id: _map(fd, region.size_bytes)
-            for region, fd in zip(described, fds, strict=True)
-        }
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def _map(fd: int, size_bytes: int) -> Memory:
-    mapping = mmap.mmap(fd, size_bytes)
-    mapping.madvise(mmap.MADV_DONTFORK)
-    return np.frombuffer(mapping, dtype=np.uint8)
-
-
-def _timeline_words(regions: Iterable[pb.Region], memories: Mapping[int, Memory]) -> npt.NDArray[np.uint64]:
-    """The TIMELINE region as u64 words. Raises InvalidArgument when there is not exactly one."""
-    found = [region for region in regions if region.kind == pb.TIMELINE]
-    if len(found) != 1:
-        raise InvalidArgument(f"{len(found)} timeline regions; an attach has exactly 1")
-    return memories[found[0].region_id].view("<u8")

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from kvmanager.allocators.cuda_driver import device_ordinal
 from kvmanager.core.eviction import POLICIES
-from kvmanager.errors import ConfigError
+from kvmanager.errors import ConfigError, InvalidArgument
 from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
 from kvmanager.layout import FORMATS, KVFormat
 from kvmanager.units import MIB, MILLISECOND_NS, format_bytes, parse_bytes
@@ -80,8 +81,12 @@ def _choice(*names: str) -> Parser:
 
 def _device(value: object) -> str:
     if isinstance(value, str) and value.startswith("cuda:"):
-        raise ValueError(f"{value!r} is not served by this version yet; write device = \"cpu\"")
-    return str(_choice("cpu")(value))
+        try:
+            device_ordinal(value)
+        except InvalidArgument as error:
+            raise ValueError(str(error)) from None
+        return value
+    return str(_choice("cpu", "cuda:0")(value))
 
 
 def _directory(value: object) -> Path:
@@ -305,17 +310,19 @@ class NodeConfig:
         return self.mover.staging_bytes + sum(group.planned_bytes for group in self.groups)
 
     def check_memory(self, available: int, limit: str = "MemAvailable of the host") -> None:
-        """Refuses a configuration that needs more than `available` bytes.
+        """Refuses a configuration that needs more than `available` bytes of host memory.
 
-        Raises ConfigError naming both figures and the key that takes the most.
+        HBM pools on a GPU are not host memory; whether they fit shows when they are made. Raises ConfigError
+        naming both figures and the key that takes the most.
         """
-        needed = self.planned_bytes()
-        if needed <= available:
-            return
+        host_keys = ["host_bytes_per_rank"] if self.node.device != "cpu" else _POOL_KEYS
         parts = {"[mover] staging_bytes": self.mover.staging_bytes}
         for group in self.groups:
-            for key in ("hbm_bytes_per_rank", "host_bytes_per_rank"):
+            for key in host_keys:
                 parts[f"[[group]] {group.name!r} {key}"] = group.ranks * getattr(group, key)
+        needed = sum(parts.values())
+        if needed <= available:
+            return
         largest = max(parts, key=lambda key: parts[key])
         raise ConfigError(
             f"pool larger than memory: {needed} bytes ({format_bytes(needed)}) needed, {available} bytes "
@@ -324,6 +331,7 @@ class NodeConfig:
         )
 
 
+_POOL_KEYS: Final = ["hbm_bytes_per_rank", "host_bytes_per_rank"]
 _TABLES: Final[Mapping[str, type[Any]]] = {
     "node": NodeSection,
     "lease": LeaseSection,

@@ -35,7 +35,7 @@ from kvmanager.core.node import Node
 from kvmanager.deposits import KeeperLink
 from kvmanager.draining import has_requests, still_held
 from kvmanager.engine_service import EngineService, Gate
-from kvmanager.errors import ConfigError, DaemonError, Draining, KVError, NotReady
+from kvmanager.errors import ConfigError, DaemonError, DeviceError, Draining, KVError, NotReady
 from kvmanager.faultin import FaultIn
 from kvmanager.fencing import Fence
 from kvmanager.groups import core_limits, plan_memory
@@ -65,7 +65,7 @@ class Daemon:
     """Everything of one node, wired together. `start`, then `wait`, then `stop`."""
 
     def __init__(self, config: NodeConfig, keeper: KeeperLink | None) -> None:
-        """Makes the memory. Raises ConfigError when it does not fit."""
+        """Makes the memory. Raises ConfigError when it does not fit, DeviceError where there is no such GPU."""
         room = host_room()
         config.check_memory(room.available_bytes, room.limit)
         make_private_dir(config.node.runtime_dir)
@@ -288,7 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _forget_old_memory(keeper)
         daemon = Daemon(NodeConfig.from_file(options.config), keeper)
-    except ConfigError as error:
+    except (ConfigError, DeviceError) as error:
         _log.critical("%s", error)
         return EXIT_CONFIG
     return _serve(daemon)

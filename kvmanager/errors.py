@@ -9,7 +9,7 @@
       TransferError    bytes did not arrive
         PeerUnreachable, TransferFailed, TransferTimeout
       DaemonError      the node can't serve now
-        Draining, NotReady, Suspect
+        Draining, NotReady, Suspect, DeviceError
       ConfigError      the configuration can't be used; raised before anything is made
 
 InvariantViolation stands outside the tree on purpose: no handler may catch it by habit.
@@ -180,6 +180,12 @@ class Suspect(DaemonError):
     """The engine's stream broke; it must open a new one before it is given anything."""
 
     reason = "SUSPECT"
+
+
+class DeviceError(DaemonError):
+    """The GPU or its driver refused."""
+
+    reason = "NOT_READY"
 
 
 class ConfigError(KVError):

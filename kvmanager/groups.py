@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmanager.config import GroupSection, NodeConfig
 from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec, SparseSpec
 from kvmanager.geometry import SEQUENTIAL
 from kvmanager.layout import indexer_layout, latent_layout, native_layout
+from kvmanager.transport.pinned import chunk_bounds
 from kvmanager.wire import RegionInfo, RegionKind
 
 TIMELINE_REGION = 1
@@ -53,7 +54,9 @@ def _regions(
     first = len(regions) + 1
     for rank in range(section.ranks):
         size = units * section.unit_bytes
-        regions.append(RegionInfo(first + rank, kind, size, section.unit_bytes, rank, pool, device))
+        bounds = chunk_bounds(size, section.unit_bytes) if device != "cpu" and kind is RegionKind.HOST else ()
+        region = RegionInfo(first + rank, kind, size, section.unit_bytes, rank, pool, device, bounds)
+        regions.append(replace(region, rdma_capable=region.on_gpu))
     return tuple(range(first, first + section.ranks))
 
 

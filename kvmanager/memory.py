@@ -8,22 +8,37 @@ import threading
 import numpy as np
 
 from kvmanager.allocators.backing import map_fd, open_memfd
+from kvmanager.allocators.device_memory import create_device_memory
 from kvmanager.deposits import KeeperLink
 from kvmanager.errors import LimitExceeded, UnknownLease
 from kvmanager.groups import TIMELINE_REGION, TIMELINE_WORDS, NodeMemory
 from kvmanager.wire import RegionInfo
 
 
+def make_region(region: RegionInfo) -> int:
+    """New memory for a region, as a descriptor that the caller owns. Makes no CUDA context.
+
+    Raises ConfigError when it does not fit, DeviceError when the GPU's driver refuses.
+    """
+    name = f"kvmanager:{region.pool}:{region.rank}"
+    if region.on_gpu:
+        return create_device_memory(name, region.device, region.size_bytes)
+    return open_memfd(name, region.size_bytes)
+
+
 class NodeRegions:
     """Makes every region of a plan, keeps its fd, and leaves a second one with the keeper."""
 
     def __init__(self, plan: NodeMemory, keeper: KeeperLink | None) -> None:
-        """The memory takes room only as it is faulted in (`made`)."""
+        """Host memory takes room only as it is faulted in (`made`).
+
+        Raises ConfigError when a GPU's memory does not fit, DeviceError; what was made until then is closed.
+        """
         self.plan = plan
         self._fds: dict[int, int] = {}
         try:
             for region in plan.regions:
-                fd = open_memfd(f"kvmanager:{region.pool}:{region.rank}", region.size_bytes)
+                fd = make_region(region)
                 self._fds[region.region_id] = fd
                 if keeper is not None:
                     keeper.deposit(f"region-{region.region_id}", region.size_bytes, fd)
@@ -38,8 +53,8 @@ class NodeRegions:
 
     @property
     def made(self) -> list[tuple[int, int]]:
-        """(fd, bytes) of the memory that is new, and still to be faulted in."""
-        return [(self._fds[region.region_id], region.size_bytes) for region in self.plan.regions]
+        """(fd, bytes) of the host memory that is new, and still to be faulted in."""
+        return [(self._fds[region.region_id], region.size_bytes) for region in self.plan.regions if not region.on_gpu]
 
     def fd(self, region_id: int) -> int:
         """The region's descriptor; it stays ours."""

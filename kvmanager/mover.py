@@ -27,20 +27,20 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kvmanager.allocators.backing import check_sealed, map_fd
-from kvmanager.errors import ConfigError, Draining, InvalidArgument, KVError, NotReady
+from kvmanager.errors import ConfigError, DeviceError, Draining, InvalidArgument, KVError, NotReady
 from kvmanager.keeper import EXIT_CONFIG
 from kvmanager.killpoints import reach
 from kvmanager.moverendpoint import MoverEndpoint
 from kvmanager.moverlink import mover_socket
+from kvmanager.movermemory import MoverMemory
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import make_private_dir
 from kvmanager.transport.cpu import CpuExecutor
+from kvmanager.transport.cuda import CudaExecutor
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.nixl import NixlReader, UcxSettings, agent_name
 from kvmanager.transport.pull_pipeline import PullChunk, PullPipeline, PullRequest
 from kvmanager.wire import (
-    RegionInfo,
     RegionKind,
     error_to_proto,
     pack_u64,
@@ -50,6 +50,10 @@ from kvmanager.wire import (
 )
 
 STOP_S: Final = 3.0
+LANDING_PAUSE_S: Final = 0.001
+"""Between two looks at copies in flight on a GPU."""
+LANDING_S: Final = 0.5
+"""For copies in flight on a GPU at the end; what has not landed then ends with the process."""
 _log = logging.getLogger("kvmanager.mover")
 
 
@@ -57,8 +61,6 @@ class Mover:
     """One mover process. `run` owns the thread; nothing here is called from another."""
 
     def __init__(self, runtime_dir: Path, device: str, ucx: UcxSettings) -> None:
-        if device != "cpu":
-            raise ConfigError(f"this version has no mover for device {device!r}; use cpu")
         make_private_dir(runtime_dir)
         self.incarnation = secrets.randbits(64)
         self._device = device
@@ -68,8 +70,8 @@ class Mover:
             mover_socket(runtime_dir, device), self.incarnation, self._selector, self._handle
         )
         self._regions = RegionMap()
-        self._region_infos: dict[int, tuple[RegionInfo, tuple[int, int]]] = {}  # id -> (info, (device, inode))
-        self._executor = CpuExecutor(self._regions)
+        self._memory = MoverMemory(self._regions)
+        self._executor = _executor(device, self._regions)
         self._reader: NixlReader | None = None
         self._pulls: PullPipeline | None = None
         self._stop_at_s: float | None = None
@@ -102,8 +104,15 @@ class Mover:
             self._complete(self._executor.poll(), "mover.plan.completed")
             if self._pulls is not None:
                 self._complete(self._pulls.poll(), "mover.pull.ended")
+            if isinstance(self._executor, CudaExecutor) and self._executor.broken is not None:
+                _log.error("the GPU's context is lost: stopping (%s)", self._executor.broken)
+                self.stop()
         self._executor.close()
+        land_by_s = time.monotonic() + LANDING_S
         self._complete(self._executor.poll(), "mover.plan.completed")
+        while self._executor.outstanding() and time.monotonic() < land_by_s:
+            time.sleep(LANDING_PAUSE_S)
+            self._complete(self._executor.poll(), "mover.plan.completed")
         if self._pulls is not None:
             self._complete(self._pulls.abandon(), "mover.pull.ended")
         self._endpoint.close()
@@ -111,7 +120,7 @@ class Mover:
     def _wait_s(self) -> float | None:
         """Nothing outstanding: sleep until somebody writes. Otherwise as long as the work allows."""
         if self._executor.outstanding():
-            return 0.0
+            return LANDING_PAUSE_S if isinstance(self._executor, CudaExecutor) and self._executor.idle() else 0.0
         wait = None if self._pulls is None else self._pulls.next_poll_s()
         return wait if self._stop_at_s is None else min(0.05, wait if wait is not None else 0.05)
 
@@ -151,26 +160,20 @@ class Mover:
         info = region_from_proto(message.region)
         if len(fds) != 1:
             raise InvalidArgument(f"region {info.region_id} came with {len(fds)} fds, one is needed")
-        check_sealed(fds[0], info.size_bytes)
-        status = os.fstat(fds[0])
-        inode = (status.st_dev, status.st_ino)
-        if info.region_id not in self._region_infos:
+        if info.region_id not in self._memory.infos:
             if info.kind is RegionKind.STAGING and self._staging() is not None:
                 raise InvalidArgument(f"region {info.region_id}: this mover has its staging region {self._staging()}")
-            self._regions.add(info.region_id, map_fd(fds[0], info.size_bytes))
-            self._region_infos[info.region_id] = (info, inode)
+            self._memory.add(info, fds[0])
             if self._reader is not None and info.kind is not RegionKind.TIMELINE:
                 self._reader.register(info.region_id)
-        else:
-            known, known_inode = self._region_infos[info.region_id]
-            if (known.kind, known_inode) != (info.kind, inode):
-                # The daemon made the node's memory anew. Nothing held here is of use, and only our end frees it.
-                self.stop()
-                raise InvalidArgument(f"region {info.region_id} is other memory here: this mover stops")
+        elif not self._memory.holds(info, fds[0]):
+            # The daemon made the node's memory anew. Nothing held here is of use, and only our end frees it.
+            self.stop()
+            raise InvalidArgument(f"region {info.region_id} is other memory here: this mover stops")
         return pb.RegionAdded(region_id=info.region_id, base_address=self._regions.address(info.region_id))
 
     def _staging(self) -> int | None:
-        return next((i for i, (info, _) in self._region_infos.items() if info.kind is RegionKind.STAGING), None)
+        return next((i for i, info in self._memory.infos.items() if info.kind is RegionKind.STAGING), None)
 
     def _new_id(self, plan_id: int) -> None:
         if plan_id in self._executor or (self._pulls is not None and plan_id in self._pulls):
@@ -213,9 +216,11 @@ class Mover:
             return pb.AgentStarted(error=error_to_proto(error))
 
     def _agent(self) -> NixlReader:
+        if self._device != "cpu":
+            raise NotReady(f"the mover of {self._device} pulls from no peer in this version; hand off to a cpu node")
         if self._reader is None:
             reader = NixlReader(f"kvmanager-{self._device}", self.incarnation, self._regions, self._ucx)
-            for region_id, (info, _) in self._region_infos.items():
+            for region_id, info in self._memory.infos.items():
                 if info.kind is not RegionKind.TIMELINE:
                     reader.register(region_id)
             self._reader = reader
@@ -228,6 +233,16 @@ class Mover:
                 raise NotReady("this mover has no STAGING region to pull into: add one first")
             self._pulls = PullPipeline(self._agent(), self._regions, staging)
         return self._pulls
+
+
+def _executor(device: str, regions: RegionMap) -> CpuExecutor | CudaExecutor:
+    """Raises ConfigError for a device that is not there."""
+    if device == "cpu":
+        return CpuExecutor(regions)
+    try:
+        return CudaExecutor(regions, device)
+    except (DeviceError, InvalidArgument) as error:
+        raise ConfigError(f"no mover for device {device!r}: {error}") from error
 
 
 def _completion_to_proto(completion: Completion) -> pb.Completion:

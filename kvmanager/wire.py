@@ -214,7 +214,11 @@ class RegionKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RegionInfo:
-    """One region of memory as processes tell each other of it. `page_bytes`: bytes from page to page."""
+    """One region of memory as processes tell each other of it.
+
+    `page_bytes`: bytes from page to page. `chunk_bounds`: bytes from the start that no copy may cross.
+    `rdma_capable`: whether a NIC may reach it directly.
+    """
 
     region_id: int
     kind: RegionKind
@@ -224,6 +228,12 @@ class RegionInfo:
     pool: str = ""
     device: str = "cpu"
     chunk_bounds: tuple[int, ...] = ()
+    rdma_capable: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the bytes are GPU memory; all other regions are memfds."""
+        return self.kind is RegionKind.DEVICE and self.device.startswith("cuda:")
 
 
 def region_to_proto(region: RegionInfo) -> pb.Region:
@@ -237,6 +247,7 @@ def region_to_proto(region: RegionInfo) -> pb.Region:
         pool=region.pool,
         chunk_bounds=pack_u64(region.chunk_bounds),
         device=region.device,
+        rdma_capable=region.rdma_capable,
     )
 
 
@@ -258,13 +269,15 @@ def region_from_proto(message: pb.Region) -> RegionInfo:
         message.pool,
         message.device,
         bounds,
+        message.rdma_capable,
     )
 
 
 # ------------------------------------------------------------------------------------------ errors
 
 # Where several classes share a reason, the one that a receiver can tell apart: ConfigError arrives as
-# InvalidArgument, CapacityError as PoolExhausted, TransferError as TransferFailed, DaemonError as NotReady.
+# InvalidArgument, CapacityError as PoolExhausted, TransferError as TransferFailed, DaemonError and DeviceError as
+# NotReady.
 _CLASSES: Final[dict[str, type[KVError]]] = {
     cls.reason: cls
     for cls in (

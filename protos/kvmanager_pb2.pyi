@@ -1426,7 +1426,7 @@ class Region(_message.Message):
     chunk_bounds: _builtins.bytes
     """u64[bounds]: offsets in bytes from the region's start that no copy crosses"""
     rdma_capable: _builtins.bool
-    """whether a NIC may read and write it directly; not set by this version"""
+    """whether a NIC may read and write it directly (GPU memory)"""
     device: _builtins.str
     """name of the device: "cpu" or "cuda:3" """
     def __init__(

@@ -11,7 +11,7 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
   exit 1
 fi
 if [[ $what == test || $what == all ]]; then
-  "$python" -m pytest -q -m gpu tests/gpu
+  "$python" -m pytest -q -m gpu tests/gpu tests/conformance
 fi
 if [[ $what == bench || $what == all ]]; then
   "$python" -m tests.bench --gpu --json "${JSON:-build/gpu-bench.json}"

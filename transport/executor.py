@@ -69,35 +69,66 @@ class Executor(Protocol):
         """Starts nothing more: every outstanding plan gets its terminal result, at the latest at its deadline."""
 
 
+@dataclass(frozen=True, slots=True)
+class MappedRegion:
+    """Where a region lies in this process, in bytes. `array`: its bytes, None for GPU memory.
+
+    `chunk_bounds`: offsets that no copy may cross, ascending.
+    """
+
+    address: int
+    size_bytes: int
+    array: ByteArray | None
+    chunk_bounds: tuple[int, ...] = ()
+
+
 class RegionMap:
     """The memory behind region ids. Arrays are one-dimensional, contiguous, writable uint8."""
 
     def __init__(self) -> None:
-        self._arrays: dict[int, ByteArray] = {}
+        self._mapped: dict[int, MappedRegion] = {}
 
     def __contains__(self, region_id: int) -> bool:
-        return region_id in self._arrays
+        return region_id in self._mapped
 
-    def add(self, region_id: int, array: ByteArray) -> None:
-        """Adds a region. Raises InvalidArgument when the id is taken."""
+    def add(self, region_id: int, array: ByteArray, chunk_bounds: tuple[int, ...] = ()) -> None:
+        """Adds a region of host memory. Raises InvalidArgument when the id is taken."""
         assert array.dtype == np.uint8
         assert array.ndim == 1
         assert array.flags.c_contiguous
         assert array.flags.writeable
-        if region_id in self._arrays:
+        self._add(region_id, MappedRegion(int(array.ctypes.data), len(array), array, chunk_bounds))
+
+    def add_gpu(self, region_id: int, address: int, size_bytes: int) -> None:
+        """Adds a region of GPU memory, mapped at `address`. Raises InvalidArgument when the id is taken."""
+        self._add(region_id, MappedRegion(address, size_bytes, None))
+
+    def _add(self, region_id: int, mapped: MappedRegion) -> None:
+        if region_id in self._mapped:
             raise InvalidArgument(f"region {region_id} is mapped already")
-        self._arrays[region_id] = array
+        self._mapped[region_id] = mapped
+
+    def find(self, region_id: int) -> MappedRegion:
+        """Where the region lies. Raises InvalidArgument for an unknown id."""
+        mapped = self._mapped.get(region_id)
+        if mapped is None:
+            raise InvalidArgument(f"region {region_id} is not mapped here: {sorted(self._mapped)} are")
+        return mapped
 
     def __getitem__(self, region_id: int) -> ByteArray:
-        """The region's bytes. Raises InvalidArgument for an unknown id."""
-        array = self._arrays.get(region_id)
+        """The bytes of a region of host memory. Raises InvalidArgument for an unknown id, or GPU memory."""
+        array = self.find(region_id).array
         if array is None:
-            raise InvalidArgument(f"region {region_id} is not mapped here: {sorted(self._arrays)} are")
+            raise InvalidArgument(f"region {region_id} is GPU memory: the CPU can't reach it")
         return array
 
     def address(self, region_id: int) -> int:
-        """Where the region begins in this process."""
-        return int(self[region_id].ctypes.data)
+        """Where the region begins in this process. Raises InvalidArgument for an unknown id."""
+        return self.find(region_id).address
+
+    def size(self, region_id: int) -> int:
+        """Bytes of the region. Raises InvalidArgument for an unknown id."""
+        return self.find(region_id).size_bytes
 
     def check(self, plan: CopyPlan, source_sizes: Mapping[int, int] | None = None) -> None:
         """Raises InvalidArgument when any byte of the plan lies outside its region.
@@ -108,12 +139,12 @@ class RegionMap:
         for number, copies in enumerate(plan.copies):
             what = f"plan {plan.plan_id}, copy set {number}"
             if source_sizes is None:
-                source_size = len(self[copies.source_region])
+                source_size = self.size(copies.source_region)
             elif copies.source_region in source_sizes:
                 source_size = source_sizes[copies.source_region]
             else:
                 raise InvalidArgument(f"{what}: source region {copies.source_region} is not the peer's")
-            _check_copies(what, copies, source_size, len(self[copies.target_region]))
+            _check_copies(what, copies, source_size, self.size(copies.target_region))
 
 
 def _check_copies(what: str, c: StridedCopies, source_size: int, target_size: int) -> None:

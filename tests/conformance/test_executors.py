@@ -11,6 +11,7 @@ import pytest
 from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.errors import Draining, InvalidArgument, TransferFailed
 from kvmanager.transport.cpu import CpuExecutor
+from kvmanager.transport.cuda import CudaExecutor
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.fake import FakeExecutor
 from kvmanager.transport.nixl import NixlReader
@@ -22,43 +23,72 @@ REGION_BYTES = 6 * MIB
 POISON = 0xA5
 
 
+GPU_REGIONS = (2, 11)
+"""On a GPU: so plans go all four ways between host and GPU memory."""
+
+
 @pytest.fixture(scope="module")
-def memory():
+def host_memory():
     """Regions 1 and 2 hold random bytes, 11 and 12 receive."""
     regions = RegionMap()
-    rng = np.random.default_rng(7)
-    for region in SOURCES:
-        regions.add(region, rng.integers(0, 256, REGION_BYTES, dtype=np.uint8))
-    for region in TARGETS:
-        regions.add(region, np.full(REGION_BYTES, POISON, dtype=np.uint8))
+    for region in (*SOURCES, *TARGETS):
+        regions.add(region, _first_bytes(region))
     return regions
 
 
+def _first_bytes(region: int) -> np.ndarray:
+    if region in TARGETS:
+        return np.full(REGION_BYTES, POISON, dtype=np.uint8)
+    return np.random.default_rng(region).integers(0, 256, REGION_BYTES, dtype=np.uint8)
+
+
+@pytest.fixture(scope="module", params=["cpu", "fake", "nixl", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kind(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def reader(memory):
+def memory(kind, request):
+    """The regions of the executor under test, by id: numpy arrays, or what acts like them."""
+    if kind != "cuda":
+        return request.getfixturevalue("host_memory")
+    from gpu_regions import GpuRegions
+
+    host = [region for region in (*SOURCES, *TARGETS) if region not in GPU_REGIONS]
+    return GpuRegions(host, GPU_REGIONS, REGION_BYTES, _first_bytes)
+
+
+@pytest.fixture(scope="module")
+def reader(host_memory):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("UCX_TLS", "UCX_NET_DEVICES", "NIXL_LOG_LEVEL"):
             patch.setenv(name, "")
         patch.setenv("NIXL_LOG_LEVEL", "WARN")
-        reader = NixlReader("conformance", secrets.randbits(64), memory)
+        reader = NixlReader("conformance", secrets.randbits(64), host_memory)
     for region in (*SOURCES, *TARGETS):
         reader.register(region)
     yield reader
     reader.close()
 
 
-@pytest.fixture(params=["cpu", "fake", "nixl"])
-def executor(request, memory):
+@pytest.fixture
+def executor(kind, memory, request):
     for region in TARGETS:
         memory[region][:] = POISON
-    if request.param == "cpu":
+    if kind == "cpu":
         yield CpuExecutor(memory)
-    elif request.param == "fake":
+    elif kind == "fake":
         yield FakeExecutor(seed=3, regions=memory)
-    else:
+    elif kind == "nixl":
         reader = request.getfixturevalue("reader")
         addresses = {region: (memory.address(region), REGION_BYTES) for region in SOURCES}
         yield NixlExecutor(reader, memory, reader.name, addresses)
+    else:
+        executor = CudaExecutor(memory.regions, "cuda:0")
+        yield executor
+        executor.close()
+        _drain(executor)
+        executor.release()
 
 
 def _ids():
@@ -270,9 +300,9 @@ def test_after_close_everything_ends_and_nothing_starts(executor, memory):
 # --------------------------------------------------------------------------- what only one of them does
 
 
-def test_cpu_interleaves_a_huge_plan_with_small_ones(memory):
+def test_cpu_interleaves_a_huge_plan_with_small_ones(host_memory):
     """By turns, not by time: small plans behind a huge one end long before it does."""
-    executor = CpuExecutor(memory)
+    executor = CpuExecutor(host_memory)
     tiny = np.arange(REGION_BYTES // 64, dtype=np.int64) * 64
     huge = StridedCopies(1, 11, tiny, tiny[::-1].copy(), (), (), (), 64)
     executor.submit(CopyPlan(1, Purpose.PLACE, (huge,)))
@@ -286,9 +316,9 @@ def test_cpu_interleaves_a_huge_plan_with_small_ones(memory):
     assert completion.busy_ns > 0
 
 
-def test_cpu_cancel_in_the_middle_says_what_was_moved(memory):
-    memory[11][:] = POISON
-    executor = CpuExecutor(memory)
+def test_cpu_cancel_in_the_middle_says_what_was_moved(host_memory):
+    host_memory[11][:] = POISON
+    executor = CpuExecutor(host_memory)
     executor.submit(CopyPlan(1, Purpose.PLACE, tuple(_pages(1, 5, MIB).copies) * 4))
     assert executor.poll() == []
     executor.cancel(1)
@@ -310,9 +340,9 @@ def test_fake_is_the_same_for_the_same_seed_and_reorders():
     assert order(1) != sorted(order(1))
 
 
-def test_fake_obeys_the_test(memory):
-    memory[11][:] = POISON
-    executor = FakeExecutor(seed=1, regions=memory, delay_polls=(0, 0))
+def test_fake_obeys_the_test(host_memory):
+    host_memory[11][:] = POISON
+    executor = FakeExecutor(seed=1, regions=host_memory, delay_polls=(0, 0))
     executor.submit(_pages(1, 1, 656))
     executor.hold(1)
     executor.hold_submissions()
@@ -329,8 +359,8 @@ def test_fake_obeys_the_test(memory):
     ended = {c.plan_id: c for c in executor.poll()}
     assert {i: c.outcome.value for i, c in ended.items()} == {3: "DONE", 2: "FAILED", 5: "CANCELLED"}
     assert isinstance(ended[2].error, TransferFailed)
-    assert np.array_equal(memory[11][656 * 3 : 656 * 4], memory[1][656 * 3 : 656 * 4])
-    assert (memory[11][656 * 2 : 656 * 3] == POISON).all()
+    assert np.array_equal(host_memory[11][656 * 3 : 656 * 4], host_memory[1][656 * 3 : 656 * 4])
+    assert (host_memory[11][656 * 2 : 656 * 3] == POISON).all()
     assert executor.outstanding() == [1, 4]
     executor.close()
     assert {c.plan_id: c.outcome.value for c in executor.poll()} == {1: "CANCELLED", 4: "UNKNOWN_FATE"}

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,13 +37,20 @@ SPARSE_LAYOUTS = [latent_layout(GLM53_TINY, ROWS), indexer_layout(GLM53_TINY, RO
 
 
 def prefill_toml(
-    runtime_dir: Path, *, name: str = "prefill", pages: int = PAGES, lease: str = "", more: str = ""
+    runtime_dir: Path,
+    *,
+    name: str = "prefill",
+    pages: int = PAGES,
+    lease: str = "",
+    more: str = "",
+    device: str = "cpu",
 ) -> str:
     """A node with one group of two sharded ranks: `pages` pages in HBM, as many on the host. `more`: further tables."""
     return f"""
 [node]
 name = "{name}"
 runtime_dir = "{runtime_dir}"
+device = "{device}"
 [lease]
 {lease}
 {more}
@@ -217,7 +225,24 @@ def fill(engine: AttachedEngine, pages: np.ndarray, seed: int) -> None:
     for rank, worker in enumerate(engine.workers.ranks):
         memory = worker.classes["kv"].device
         for place, page in enumerate(pages.tolist()):
-            memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = page_bytes_of(seed, rank, place)
+            put(memory, page, page_bytes_of(seed, rank, place))
+
+
+def put(memory: Any, page: int, data: np.ndarray) -> None:
+    """Writes a page of a device region: a numpy array, or a torch tensor (then in its current stream)."""
+    target = memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
+    if isinstance(target, np.ndarray):
+        target[:] = data
+    else:
+        import torch
+
+        target.copy_(torch.from_numpy(data))
+
+
+def get(memory: Any, page: int) -> np.ndarray:
+    """A page of a device region; waits for the work of torch's current stream."""
+    data = memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
+    return data if isinstance(data, np.ndarray) else data.cpu().numpy()
 
 
 def page_bytes_of(seed: int, rank: int, place: int) -> np.ndarray:
@@ -230,8 +255,7 @@ def check_filled(engine: AttachedEngine, pages: np.ndarray, seed: int) -> None:
     for rank, worker in enumerate(engine.workers.ranks):
         memory = worker.classes["kv"].device
         for place, page in enumerate(pages.tolist()):
-            found = memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
-            assert np.array_equal(found, page_bytes_of(seed, rank, place)), (rank, place)
+            assert np.array_equal(get(memory, page), page_bytes_of(seed, rank, place)), (rank, place)
 
 
 def run_request(engine: AttachedEngine, request_id: int, tokens: np.ndarray, seed: int) -> int:
@@ -245,7 +269,7 @@ def run_request(engine: AttachedEngine, request_id: int, tokens: np.ndarray, see
     for rank, worker in enumerate(engine.workers.ranks):
         memory = worker.classes["kv"].device
         for place, page in list(enumerate(pages.tolist()))[cached:]:
-            memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = page_bytes_of(seed, rank, place)
+            put(memory, page, page_bytes_of(seed, rank, place))
     engine.step([RequestStep(request_id, len(tokens), len(tokens))])
     engine.step(closes=[pb.CloseRequest(request_id=request_id, reason=pb.FINISHED)])
     return int(opened.cached_tokens)

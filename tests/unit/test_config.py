@@ -81,7 +81,8 @@ REPLICATED = _swap('kind = "sharded"', 'kind = "replicated"')
         (_swap('name = "node0"', 'name = ""'), ["[node] name", "non-empty"]),
         (_swap('"/run/kvmanager/node0"', '"run/node0"'), ["runtime_dir", "'run/node0'", "absolute"]),
         (_swap('"/run/kvmanager/node0"', f'"/{"x" * 90}"'), ["runtime_dir", "91 bytes", "80"]),
-        (_swap('# device = "cpu"', 'device = "cuda:3" #'), ["device", "'cuda:3'", 'device = "cpu"']),
+        (_swap('# device = "cpu"', 'device = "cuda:x" #'), ["device", "'cuda:x'", "cuda:0"]),
+        (_swap('# device = "cpu"', 'device = "cuda:01" #'), ["device", "'cuda:01'", "cuda:0"]),
         (_swap('# device = "cpu"', 'device = "tpu" #'), ["device", "'tpu'", "cpu"]),
         (_swap("# grace_ms = 5000", "grace_ms = true"), ["grace_ms", "True"]),
         (_swap("# grace_ms = 5000", "grace_ms = 1.5"), ["grace_ms", "1.5"]),
@@ -120,6 +121,15 @@ def test_bad_input_names_key_value_and_remedy(text: str, parts: list[str]) -> No
         NodeConfig.from_text(text)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_hbm_on_a_gpu_is_no_host_memory() -> None:
+    config = NodeConfig.from_text(_swap('# device = "cpu"', 'device = "cuda:3" #'))
+    host = config.mover.staging_bytes + sum(g.ranks * g.host_bytes_per_rank for g in config.groups)
+    assert host < config.planned_bytes()
+    config.check_memory(host)
+    with pytest.raises(ConfigError, match=f"{host} bytes .* needed"):
+        config.check_memory(host - 1)
 
 
 def test_pool_larger_than_memory() -> None:

@@ -149,6 +149,7 @@ _ARRIVES_AS = {
     errors.CapacityError: errors.PoolExhausted,
     errors.TransferError: errors.TransferFailed,
     errors.DaemonError: errors.NotReady,
+    errors.DeviceError: errors.NotReady,
 }
 _ALL = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.KVError)]
 
