@@ -79,9 +79,10 @@ class Box:
 class CudaCopies:
     """Issues copies between the regions of a map. Make one in a thread that has a context, and use it there."""
 
-    def __init__(self, regions: RegionMap, ordinal: int) -> None:
-        """Raises DeviceError when the driver is older than CUDA 13."""
+    def __init__(self, regions: RegionMap, ordinal: int, long_row_bytes: int = LONG_ROW_BYTES) -> None:
+        """Rows from `long_row_bytes` on go as runs. Raises DeviceError when the driver is older than CUDA 13."""
         self._regions = regions
+        self._long_row_bytes = long_row_bytes
         module = driver()
         pitch = module.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_PITCH
         self._max_pitch = int(call("cuDeviceGetAttribute", pitch, device_handle(ordinal)))
@@ -100,7 +101,7 @@ class CudaCopies:
 
         Raises DeviceError when the driver refused; some of the copies may then be queued all the same.
         """
-        part, box = as_box(copies, self._max_pitch, self._crosses)
+        part, box = as_box(copies, self._max_pitch, self._crosses, self._long_row_bytes)
         return self._issue_runs(part, stream) if box is None else self._issue_boxes(part, box, stream)
 
     def _crosses(self, c: StridedCopies) -> bool:
@@ -178,13 +179,16 @@ def _function(name: str, abi: int, *types: Any) -> Any:
 
 
 def as_box(
-    c: StridedCopies, max_pitch: int, crosses: Callable[[StridedCopies], bool]
+    c: StridedCopies,
+    max_pitch: int,
+    crosses: Callable[[StridedCopies], bool],
+    long_row_bytes: int = LONG_ROW_BYTES,
 ) -> tuple[StridedCopies, Box | None]:
     """The set as one 3-D copy an offset, or, with None, to be carried out as runs.
 
     `crosses(copies)`: whether some copy of a set lies on both sides of a bound that no call may cross.
     """
-    found = _best_box(c, max_pitch) if c.counts and c.row_bytes < LONG_ROW_BYTES else None
+    found = _best_box(c, max_pitch) if c.counts and c.row_bytes < long_row_bytes else None
     if found is None:
         return c, None
     box, axes = found

@@ -41,9 +41,10 @@ def _measured(suites: Iterable[Callable[[], Iterator[Figure]]]) -> list[dict[str
 
 def _on_gpu() -> dict[str, object]:
     """Imported late: the other figures need no torch. The machine is part of the result."""
-    from tests.bench import gpu_figures
+    from tests.bench import gpu_copies, gpu_figures
 
-    return {"machine": gpu_figures.machine(), "figures": _measured([gpu_figures.figures])}
+    suites = [gpu_copies.figures, gpu_copies.beside_a_loop, gpu_figures.figures]
+    return {"machine": gpu_figures.machine(), "figures": _measured(suites)}
 
 
 if __name__ == "__main__":
