@@ -29,8 +29,9 @@ from tests.sim.driver import Client, Driver, sharded_group
 from tests.sim.worlds import FORMAT
 
 LIMITS = Limits(plans_in_flight=2, batch_spans=3, growth_cap_tokens=64, ticket_ttl_ns=100_000, ticket_grace_ns=20_000)
-WORDS = st.lists(st.integers(0, 1), min_size=12, max_size=12).map(tuple)
-"""Twelve segments of two words: prompts share prefixes of every length."""
+WORDS = st.sampled_from([0, 0, 12, 1, 2, 3, 4, 5, 7]).map(lambda fork: (0,) * (12 - fork) + (1,) * fork)
+"""Twelve segments: prompts share prefixes of every length."""
+PROMPTS = st.sampled_from([1, 4, 5, 8, 9, 12, 16, 17, 20, 23, 24, 25, 33, 41])
 ENDS = st.sampled_from([CopyOutcome.DONE] * 5 + [CopyOutcome.FAILED, CopyOutcome.CANCELLED, CopyOutcome.UNKNOWN_FATE])
 
 
@@ -40,7 +41,7 @@ RARELY = st.integers(0, 5).map(lambda drawn: drawn == 5)
 class CoreMachine(RuleBasedStateMachine):
     """`pages`, `host_pages`: of the group. `roomy`: nothing is ever evicted, so what may be found must be found."""
 
-    pages, host_pages, roomy = 5, 6, False
+    pages, host_pages, roomy = 5, 9, False
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,8 +72,37 @@ class CoreMachine(RuleBasedStateMachine):
         else:
             self.model.opened(held, answer)
 
-    @rule(words=WORDS, prompt=st.integers(1, 5 * SPAN), growth=st.sampled_from([0, 3, 9]))
+    @rule(words=WORDS, prompt=PROMPTS, growth=st.sampled_from([0, 3, 9]))
     def open(self, words: tuple[int, ...], prompt: int, growth: int) -> None:
+        self._open(words, prompt, growth)
+
+    @rule(words=WORDS, prompt=PROMPTS, close=st.booleans())
+    def serve(self, words: tuple[int, ...], prompt: int, close: bool) -> None:
+        """Opens, computes and commits a prompt, and all ranks have done it; perhaps closes."""
+        request_id = self.next_id
+        self._open(words, prompt, 0)
+        if request_id in self.running():
+            self._compute(request_id)
+            if close:
+                self.step(closes=(Close(request_id, Closing.FINISHED, "end_turn"),))
+                del self.model.requests[request_id]
+                self.ranks_run((0, 1), 0)
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        """All of a prompt, by all ranks."""
+        self._compute(data.draw(st.sampled_from(self.running())))
+
+    def _compute(self, request_id: int) -> None:
+        held = self.model.requests[request_id]
+        if held.written < held.prompt:
+            self.step()
+            self.model.write(self.client.value, held, held.prompt - held.written)
+        self._say(request_id, held, held.written, held.keys_sent, max(held.prompt, held.written))
+        self.ranks_run((0, 1), 0)
+
+    def _open(self, words: tuple[int, ...], prompt: int, growth: int) -> None:
         keys = chained(words[: prompt // ROWS])
         most = self.model.most(words, prompt)
         fits = self._must_fit(prompt + growth)
@@ -122,15 +152,21 @@ class CoreMachine(RuleBasedStateMachine):
         """Says what is final; grows, or gives back what lies ahead."""
         request_id = data.draw(st.sampled_from(self.running()))
         held = self.model.requests[request_id]
-        held.committed = max(held.committed, held.written - short)
-        last = held.keys_sent if late_keys else max(held.keys_sent, held.committed // ROWS)
-        keys = chained(held.words)[held.keys_sent * 16 : last * 16]
+        committed = max(held.committed, held.written - short)
+        last = held.keys_sent if late_keys else max(held.keys_sent, committed // ROWS)
         capacity = max(held.prompt, min(held.written + ahead, held.prompt + held.growth), held.written)
+        self._say(request_id, held, committed, last, capacity)
+
+    def _say(self, request_id: int, held: Held, committed: int, last: int, capacity: int) -> None:
+        """Commits; `last`: segments with keys from now on."""
+        keys = chained(held.words)[held.keys_sent * 16 : last * 16]
         held.keys_sent = last
         fence = self.client.value
-        reply = self.step(progress=(Progress(request_id, capacity, held.committed, 0, keys),))
+        reply = self.step(progress=(Progress(request_id, capacity, committed, 0, keys),))
         assert not reply.errors
-        self.model.commits.append((fence, held, held.committed))
+        if committed > held.committed:
+            self.model.commits.append((fence, held, committed))
+        held.committed = committed
         for grown in reply.grown:
             if grown.error is None:
                 self.model.grown(held, grown.spans, grown.spans_kept)
@@ -161,7 +197,15 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.plans)
     @rule(data=st.data(), outcome=ENDS)
     def plan_ends(self, data: st.DataObject, outcome: CopyOutcome) -> None:
-        plan_id = data.draw(st.sampled_from(sorted(self.driver.plans)))
+        self._end(data.draw(st.sampled_from(sorted(self.driver.plans))), outcome)
+
+    @precondition(lambda self: self.driver.plans)
+    @rule()
+    def all_plans_end(self) -> None:
+        while self.driver.plans:
+            self._end(min(self.driver.plans), CopyOutcome.DONE)
+
+    def _end(self, plan_id: int, outcome: CopyOutcome) -> None:
         plan = self.driver.plans[plan_id]
         if outcome is CopyOutcome.DONE:
             self.model.copied(plan)
@@ -251,5 +295,5 @@ class RoomyMachine(CoreMachine):
 
 TestTight = CoreMachine.TestCase
 TestRoomy = RoomyMachine.TestCase
-TestTight.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTight.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestRoomy.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
