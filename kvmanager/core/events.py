@@ -253,6 +253,13 @@ class Trim:
 
 
 @dataclass(frozen=True)
+class Reset:
+    """Forget all that is cached in a group, in all tiers."""
+
+    group: str
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time passes: leases expire without any new work."""
 
@@ -261,7 +268,7 @@ Event = (
     RegisterEngine | AttachRank | DetachRank | TimelinesRead | EngineSuspect | EngineResumed | EngineGone | MoverGone
     | MoverJoined | Recovered
     | Step | PlanEnded
-    | ExportRequestKV | RenewTickets | AcceptTicket | CheckTicket | ReleaseTicket | Drain | Trim | Tick
+    | ExportRequestKV | RenewTickets | AcceptTicket | CheckTicket | ReleaseTicket | Drain | Trim | Reset | Tick
 )
 
 READS = (CheckTicket,)
@@ -401,11 +408,19 @@ class TicketsRenewed:
 
 
 @dataclass(frozen=True)
+class ResetDone:
+    """Answer to Reset. held_spans: of the forgotten ones, those whose pages wait for requests, tickets or plans."""
+
+    forgotten_spans: int
+    held_spans: int
+
+
+@dataclass(frozen=True)
 class Replied:
     """The answer to the event just applied, for its sender."""
 
     answer: (
-        StepDone | Registered | Attached | Exported | TicketPages | TicketsRenewed | KVError | None
+        StepDone | Registered | Attached | Exported | TicketPages | TicketsRenewed | ResetDone | KVError | None
     )
 
 

@@ -26,6 +26,7 @@ from kvmanager.core.events import (
     ReleaseTicket,
     RenewTickets,
     Replied,
+    Reset,
     Step,
     Tick,
     TimelinesRead,
@@ -34,6 +35,7 @@ from kvmanager.core.events import (
 from kvmanager.core.eviction import Policy, leaf_first_lru
 from kvmanager.core.fences import resolve_fences
 from kvmanager.core.group import Group
+from kvmanager.core.reset import reset
 from kvmanager.core.sessions import overdue, sweep
 from kvmanager.core.spec import GroupSpec, Limits
 from kvmanager.core.state import State
@@ -104,6 +106,8 @@ class Node:
                 return Replied(Registered(engines.register(state, event).epoch))
             case AttachRank():
                 return Replied(Attached(engines.attach(state, event)))
+            case Reset():
+                return Replied(reset(state, event))
             case EngineResumed():
                 engines.resume(state, event.engine, event.epoch)
                 return Replied(None)

@@ -166,6 +166,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert not reply.errors
         if committed > held.committed:
             self.model.commits.append((fence, held, committed))
+            self.model.reached(min(self.words.values()))  # its fence may have passed before it was sent
         held.committed = committed
         for grown in reply.grown:
             if grown.error is None:

@@ -87,7 +87,7 @@ class BytesClient(Client):
     """An engine that writes and reads its rows."""
 
     def rows(self, opened: Opened, first: int, last: int) -> Rows:
-        """Where positions [first, last) of an answer lie, by the rule of the design: token g on rank g % N, row g // N."""
+        """Where positions [first, last) of an answer lie, by the design's rule: token g on rank g % N, row g // N."""
         (chain,) = self.spec.chains
         positions = np.arange(first, last)
         span = self.spec.ranks * self.spec.page_rows
@@ -110,7 +110,8 @@ class BytesClient(Client):
         """Rows [0, last) must be the session's; WrongKV."""
         wrong = self.driver.memory.wrong(self.layout, self.rows(opened, 0, last), pattern(what, np.arange(last)))
         if wrong.any():
-            raise WrongKV(f"session {what!r}: {int(wrong.sum())} of {last} rows are wrong, first {int(np.argmax(wrong))}")
+            first = int(np.argmax(wrong))
+            raise WrongKV(f"session {what!r}: {int(wrong.sum())} of {last} rows are wrong, the first is {first}")
 
     def serve(self, request_id: int, tokens: int, what: object = 0, growth: int = 0) -> Opened:
         """Opens, reads what was found, computes the rest, commits and closes; all its work and copies are done."""
@@ -138,7 +139,9 @@ class BytesClient(Client):
         self.run()
 
 
-def start(pages: int, host_pages: int, limits: Limits = DEFAULT_LIMITS, **shape: int) -> tuple[BytesDriver, BytesClient]:
+def start(
+    pages: int, host_pages: int, limits: Limits = DEFAULT_LIMITS, **shape: int
+) -> tuple[BytesDriver, BytesClient]:
     """One group of small rows, one engine."""
     driver = BytesDriver([small_group(pages, host_pages, **shape)], limits)
     return driver, BytesClient(driver, "p")
