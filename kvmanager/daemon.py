@@ -32,7 +32,7 @@ from kvmanager.config import NodeConfig
 from kvmanager.core.events import AbandonTicket, Drain, Effect, FenceEngine, Notified, StartPull, SubmitPlan
 from kvmanager.core.eviction import POLICIES
 from kvmanager.core.node import Node
-from kvmanager.deposits import KeeperLink
+from kvmanager.deposits import SERVING
 from kvmanager.draining import has_requests, still_held
 from kvmanager.engine_service import EngineService, Gate
 from kvmanager.errors import ConfigError, DaemonError, DeviceError, Draining, KVError, NotReady
@@ -41,6 +41,7 @@ from kvmanager.fencing import Fence
 from kvmanager.groups import core_limits, plan_memory
 from kvmanager.handoff import Handoffs
 from kvmanager.keeper import EXIT_CONFIG, EXIT_FAILED
+from kvmanager.keeperlink import KeeperLink
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership
 from kvmanager.memory import NodeRegions
@@ -285,13 +286,27 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_FAILED
     _allow_descriptors()
     keeper = KeeperLink(options.keeper_fd) if options.keeper_fd is not None else None
+    code = EXIT_FAILED
     try:
+        code = _run(options.config, keeper)
+    finally:
+        if keeper is not None:
+            keeper.leave(code)
+    return code
+
+
+def _run(config_path: Path, keeper: KeeperLink | None) -> int:
+    try:
+        config = NodeConfig.from_file(config_path)
+        if keeper is not None:
+            make_private_dir(config.node.runtime_dir)
+            keeper.listen(config.node.runtime_dir)
         _forget_old_memory(keeper)
-        daemon = Daemon(NodeConfig.from_file(options.config), keeper)
+        daemon = Daemon(config, keeper)
     except (ConfigError, DeviceError) as error:
         _log.critical("%s", error)
         return EXIT_CONFIG
-    return _serve(daemon)
+    return _serve(daemon, keeper)
 
 
 def _allow_descriptors() -> None:
@@ -312,7 +327,7 @@ def _forget_old_memory(keeper: KeeperLink | None) -> None:
         _log.warning("the daemon before this one ended unexpectedly: cold start, its cache is lost")
 
 
-def _serve(daemon: Daemon) -> int:
+def _serve(daemon: Daemon, keeper: KeeperLink | None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.request_stop())
     try:
@@ -325,7 +340,11 @@ def _serve(daemon: Daemon) -> int:
         _log.critical("%s", error)
         daemon.stop()
         return EXIT_FAILED
+    if keeper is not None:
+        keeper.say(SERVING)
     failure = daemon.wait()
+    if keeper is not None:
+        keeper.say("draining")
     daemon.stop()
     if failure is None:
         return 0

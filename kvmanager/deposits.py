@@ -1,25 +1,36 @@
-"""Both ends of the socket pair between keeper and daemon: memory descriptors outlive the daemon.
+"""The keeper's side of its conversation with the daemon: memory descriptors outlive the daemon.
 
-The daemon asks, the keeper answers, one frame each way and in order:
+The daemon (`kvmanager.keeperlink`) asks, the keeper answers, one frame each way and in order:
 
     {"op": "deposit", "name": N, "size": BYTES} + 1 descriptor  -> {"op": "deposit"}
     {"op": "forget", "name": N}                                 -> {"op": "forget"}
     {"op": "reclaim"}                                           -> {"op": "reclaim", "count": K}, then K times
                                         {"op": "held", "name": N, "size": BYTES} + 1 descriptor
+    {"op": "state", "state": S}         for operators           -> {"op": "state"}
+    {"op": "leave", "code": C}          the daemon's exit code  -> {"op": "leave"}
+
+A daemon that outlived its keeper gives the next one everything: {"op": "return"}, its deposits, {"op": "returned"}.
+What the new keeper had from elsewhere (systemd's store) and was not among them is forgotten then.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Protocol
 
-from kvmanager.errors import DaemonError, InvalidArgument, PeerUnreachable, RequestError
-from kvmanager.framing import MAX_JSON_BYTES, FrameReader, json_object, receive_json, send_json
+from kvmanager.errors import InvalidArgument, RequestError
+from kvmanager.framing import MAX_JSON_BYTES, FrameReader, json_object, send_json
 from kvmanager.killpoints import reach
+
+SERVING: Final = "serving"
+"""The state of a daemon that clients can use."""
+NAME: Final = re.compile(r"[\w.-]{1,200}", re.ASCII)
+"""Names of deposits: what systemd's store takes, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +42,61 @@ class Deposit:
     fd: int
 
 
-class DepositBox:
-    """The keeper's side: holds the descriptors and serves one daemon at a time."""
+class Store(Protocol):
+    """Keeps descriptors beyond the keeper's own life. Nothing here may fail or block for long."""
 
-    def __init__(self) -> None:
+    def keep(self, deposit: Deposit) -> None:
+        """Takes a duplicate of its descriptor."""
+        ...
+
+    def let_go(self, deposit: Deposit) -> None:
+        """Closes that."""
+        ...
+
+
+class DepositBox:
+    """Holds the descriptors and serves one daemon at a time.
+
+    `exit_code`: what the daemon said that it will end with; None while it has not.
+    """
+
+    def __init__(self, store: Store, on_state: Callable[[str], None]) -> None:
+        """`on_state(text)` is called when the daemon says how it does."""
+        self._store = store
+        self._on_state = on_state
         self._held: dict[str, Deposit] = {}
+        self._unreturned: dict[str, Deposit] | None = None  # while a daemon gives all back: what it has not named yet
         self._reader = FrameReader(MAX_JSON_BYTES)
+        self.exit_code: int | None = None
 
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def between_frames(self) -> bool:
+        """Whether everything that came was answered: no half frame, no half return."""
+        return self._unreturned is None and not self._reader.pending
+
     def new_daemon(self) -> None:
-        """Forgets half a frame of the daemon before, never a deposit."""
+        """Forgets half a conversation with the daemon before, never a deposit."""
         self._reader.close()
         self._reader = FrameReader(MAX_JSON_BYTES)
+        self._unreturned = None
+        self.exit_code = None
+
+    def take_back(self, deposits: Sequence[Deposit]) -> None:
+        """Begins with what was held in a life before; the store has it already. A name that comes twice is lost."""
+        times = Counter(deposit.name for deposit in deposits)
+        for deposit in deposits:
+            if times[deposit.name] == 1:
+                self._held[deposit.name] = deposit
+            else:  # which one is the newer can't be told
+                os.close(deposit.fd)
+                self._store.let_go(deposit)
+
+    def deposits(self) -> list[Deposit]:
+        """All that is held, in order; the descriptors stay the box's."""
+        return list(self._held.values())
 
     def serve(self, channel: socket.socket) -> bool:
         """Reads once and answers each whole frame; False when the daemon closed its end.
@@ -75,81 +127,55 @@ class DepositBox:
     def close(self) -> None:
         """Lets go of all memory: what nobody else holds is gone."""
         self._reader.close()
-        for deposit in self._held.values():
-            os.close(deposit.fd)
-        self._held.clear()
+        for name in list(self._held):
+            self._drop(name)
 
     def _answer(self, channel: socket.socket, payload: Mapping[str, Any], fds: list[int]) -> None:
         match payload:
             case {"op": "deposit", "name": str(name), "size": int(size)}:
                 self._take(name, size, fds)
                 reach("keeper.deposit")
-                send_json(channel, {"op": "deposit"})
             case {"op": "forget", "name": str(name)}:
                 if name not in self._held:
                     raise InvalidArgument(f"nothing called {name!r} is deposited; held are {sorted(self._held)}")
-                os.close(self._held.pop(name).fd)
+                self._drop(name)
                 reach("keeper.forget")
-                send_json(channel, {"op": "forget"})
             case {"op": "reclaim"}:
-                send_json(channel, {"op": "reclaim", "count": len(self._held)})
-                reach("keeper.reclaim")
-                for held in self._held.values():
-                    send_json(channel, {"op": "held", "name": held.name, "size": held.size_bytes}, [held.fd])
+                self._send_all(channel)
+                return
+            case {"op": "return"}:
+                self._unreturned = dict(self._held)
+            case {"op": "returned"}:
+                for name in self._unreturned or ():
+                    self._drop(name)
+                self._unreturned = None
+            case {"op": "state", "state": str(state)}:
+                self._on_state(state)
+            case {"op": "leave", "code": int(code)}:
+                self.exit_code = code
             case _:
                 raise InvalidArgument(f"unknown request with keys {sorted(payload)}, op {payload.get('op')!r}")
+        send_json(channel, {"op": payload["op"]})
+
+    def _send_all(self, channel: socket.socket) -> None:
+        send_json(channel, {"op": "reclaim", "count": len(self._held)})
+        reach("keeper.reclaim")
+        for held in self._held.values():
+            send_json(channel, {"op": "held", "name": held.name, "size": held.size_bytes}, [held.fd])
 
     def _take(self, name: str, size_bytes: int, fds: list[int]) -> None:
         if len(fds) != 1:
             raise InvalidArgument(f"deposit of {name!r} brought {len(fds)} descriptors, not 1")
+        if not NAME.fullmatch(name):
+            raise InvalidArgument(f"{name!r} is no name for a deposit: letters, digits, '_', '.' and '-', at most 200")
+        if self._unreturned is not None and self._unreturned.pop(name, None) is not None:
+            self._drop(name)
         if name in self._held:
             raise InvalidArgument(f"{name!r} is deposited already; forget it first")
-        self._held[name] = Deposit(name, size_bytes, fds.pop())
+        self._held[name] = deposit = Deposit(name, size_bytes, fds.pop())
+        self._store.keep(deposit)
 
-
-class KeeperLink:
-    """The daemon's side, on the descriptor that `--keeper-fd` names. Use it from one thread."""
-
-    def __init__(self, fd: int) -> None:
-        self._channel = socket.socket(fileno=fd)
-
-    def deposit(self, name: str, size_bytes: int, fd: int) -> None:
-        """Gives the keeper a duplicate of `fd`. Raises DaemonError when it refuses or is gone."""
-        self._ask({"op": "deposit", "name": name, "size": size_bytes}, [fd])
-
-    def forget(self, name: str) -> None:
-        """Ends the keeper's hold on `name`. Raises DaemonError when it holds no such thing or is gone."""
-        self._ask({"op": "forget", "name": name}, [])
-
-    def reclaim(self) -> list[Deposit]:
-        """All that is held, in order of deposit; the caller owns the descriptors, the keeper keeps its own.
-
-        Raises DaemonError when the keeper is gone.
-        """
-        count = self._ask({"op": "reclaim"}, [])["count"]
-        deposits = []
-        for _ in range(count):
-            payload, fds = self._receive()
-            deposits.append(Deposit(payload["name"], payload["size"], fds[0]))
-        return deposits
-
-    def close(self) -> None:
-        """Closes the daemon's end."""
-        self._channel.close()
-
-    def _ask(self, question: Mapping[str, Any], fds: list[int]) -> Mapping[str, Any]:
-        try:
-            send_json(self._channel, question, fds)
-        except PeerUnreachable as error:
-            raise DaemonError(f"the keeper is gone: {error}") from error
-        payload, _ = self._receive()
-        return payload
-
-    def _receive(self) -> tuple[dict[str, Any], tuple[int, ...]]:
-        try:
-            payload, fds = receive_json(self._channel)
-        except PeerUnreachable as error:
-            raise DaemonError(f"the keeper is gone: {error}") from error
-        if "error" in payload:
-            raise DaemonError(f"the keeper refused: {payload['error']}")
-        return payload, fds
+    def _drop(self, name: str) -> None:
+        deposit = self._held.pop(name)
+        self._store.let_go(deposit)
+        os.close(deposit.fd)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import struct
 from collections import deque
@@ -162,6 +163,11 @@ class FrameReader:
         del self._data[:end]
         return Frame(payload, tuple(self._fds.popleft() for _ in range(count)))
 
+    @property
+    def pending(self) -> bool:
+        """Whether part of a frame is here and the rest is not."""
+        return bool(self._data or self._fds)
+
     def close(self) -> None:
         """Closes fds that came for frames that never completed."""
         while self._fds:
@@ -238,6 +244,14 @@ def json_object(payload: bytes) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidArgument(f"a frame holds {type(message).__name__}, not a JSON object")
     return message
+
+
+def readable(fds: Sequence[int], timeout_s: float | None = None) -> set[int]:
+    """Those of `fds` that can be read now, or have ended; waits for the first of them, at most `timeout_s`."""
+    poll = select.poll()  # not select(): a daemon's descriptors may be beyond 1,024
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
 
 
 def _receive(sock: socket.socket, most_bytes: int, fds: list[int] | deque[int]) -> bytes:

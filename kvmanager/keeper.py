@@ -1,125 +1,129 @@
-"""The keeper: the small parent that starts, restarts and stops a node's daemon and mover.
+"""The keeper: the small parent that starts, restarts and stops a node's daemon and movers.
 
 It holds the descriptors of all memory (`kvmanager.deposits`), so a daemon that died comes back to the
-same bytes. It loads the standard library only: no gRPC, no torch, no numpy, no CUDA. In this version
-its own end is the node's end: its children get SIGKILL from the kernel when it dies.
+same bytes. It loads the standard library only: no gRPC, no torch, no numpy, no CUDA.
 
-    run: mover, daemon --(death)--> restart with back-off, at most 5 in 60 s, then exit 1
-                       --(daemon exits 0 or 78)--> stop, exit with that code
-                       --(SIGTERM, SIGINT)--> stop, exit 0
-    stop: SIGTERM to the daemon, which drains; then to the mover. SIGKILL to what outlasts its deadline,
+    run: movers, daemon --(death)--> restart with back-off, at most 5 in 60 s, then exit 1
+                        --(daemon exits 0 or 78)--> stop, exit with that code
+                        --(SIGTERM, SIGINT, SIGHUP)--> stop, exit 0
+                        --(SIGUSR2)--> the program that is installed now takes over in this process (execve)
+    stop: SIGTERM to the daemon, which drains; then to the movers. SIGKILL to what outlasts its deadline,
           or on a second signal.
+
+Its own death costs nothing. The children live on; the next keeper on the same runtime directory finds them by
+their lock files, has the daemon give everything back over its 0700 directory's `keeper.sock`, and goes on. Where
+systemd keeps descriptors, they are there too. When the daemon died as well and nothing was kept, the start is cold:
+it says so, and SIGKILLs the movers of the life before, waiting for their end, before it starts anything.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import logging
 import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
-from kvmanager.deposits import DepositBox
-from kvmanager.errors import ConfigError, KVError
-from kvmanager.killpoints import reach
-from kvmanager.runtime_dir import make_private_dir
+from kvmanager import handover, lockfile
+from kvmanager.children import Child, KeeperLimits, kill_orphans
+from kvmanager.daemonchannel import DaemonChannel
+from kvmanager.deposits import SERVING, Deposit, DepositBox
+from kvmanager.errors import ConfigError, DaemonError, NotReady
+from kvmanager.runtime_dir import KEEPER_LOCK, make_private_dir
+from kvmanager.systemd import Systemd, stored_deposits, without_systemd
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_CONFIG: Final = 78
 """As in sysexits.h; a daemon that exits with it is not restarted."""
 
-_PR_SET_PDEATHSIG: Final = 1
-_ANSWER_TIMEOUT_S: Final = 5.0
 _CLOSE_S: Final = 20.0
-_libc = ctypes.CDLL(None, use_errno=True)
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 _log = logging.getLogger("kvmanager.keeper")
-
-
-@dataclass(frozen=True, slots=True)
-class KeeperLimits:
-    """Times in seconds. `restarts_max` restarts of one child within `restart_window_s`; one more ends the node."""
-
-    drain_s: float = 30.0
-    mover_stop_s: float = 5.0
-    restarts_max: int = 5
-    restart_window_s: float = 60.0
-    backoff_first_s: float = 0.1
-
-
-@dataclass(eq=False, slots=True)
-class _Child:
-    """A program that shall run. `process` and `pidfd` are set while it does, `restart_at_s` while it waits."""
-
-    name: str
-    start: Callable[[], subprocess.Popen[bytes]]
-    process: subprocess.Popen[bytes] | None = None
-    pidfd: int = -1
-    restart_at_s: float | None = None
-    deaths_s: deque[float] = field(default_factory=deque)
 
 
 class Keeper:
     """One node's parent process. `--keeper-fd N` is appended to the daemon's command.
 
-    Use it in the main thread of a process of its own: it takes over SIGTERM and SIGINT.
+    Use it in the main thread of a process of its own: it takes over SIGTERM, SIGINT, SIGHUP and SIGUSR2.
     """
 
     def __init__(
         self,
+        runtime_dir: Path,
         daemon_command: Sequence[str],
-        mover_command: Sequence[str],
+        mover_commands: Mapping[str, Sequence[str]],
         limits: KeeperLimits,
     ) -> None:
-        self._daemon_command = tuple(daemon_command)
-        self._mover_command = tuple(mover_command)
+        """`mover_commands`: by name; names are those of the lock files, too."""
+        self._runtime_dir = runtime_dir
         self._limits = limits
-        self._daemon = _Child("daemon", self._start_daemon)
-        self._mover = _Child("mover", self._start_mover)
-        self._box = DepositBox()
-        self._channel: socket.socket | None = None  # to the daemon, while it keeps its end open
+        self._daemon = Child("daemon", daemon_command, runtime_dir)
+        self._movers = [Child(name, command, runtime_dir) for name, command in mover_commands.items()]
+        self._children = (*self._movers, self._daemon)
+        self._before = handover.take_over(os.environ)  # of all descriptors, before there are others
+        handover.close_on_exec()
+        self._systemd = Systemd(os.environ)
+        self._box = DepositBox(self._systemd, self._on_state)
         self._selector = selectors.DefaultSelector()
+        self._channel = DaemonChannel(runtime_dir, self._box, self._selector)
+        self._lock = -1
         self._signals = 0
+        self._upgrade_asked = False
         self._exit_code: int | None = None  # set once: why the node stops
 
     def run(self) -> int:
-        """Runs the node until it ends; the exit code."""
+        """Runs the node until it ends; the exit code.
+
+        Raises ConfigError when a living keeper has the directory already, NotReady when something of the life
+        before neither answers nor dies. Children live on after any exception.
+        """
+        self._listen_to_signals()
+        if self._before is None:
+            self._find_what_runs()
+        else:
+            self._restore(self._before)
+        for child in self._children:
+            if child.running:
+                self._watch(child)
+            elif child.restart_at_s is None:
+                self._launch(child)
+        while self._exit_code is None:
+            self._turn(self._due_s())
+            self._do_what_is_due()
+        self._systemd.say("STOPPING=1", "STATUS=stopping")
+        self._stop(self._daemon, self._limits.drain_s)
+        for mover in self._movers:
+            self._stop(mover, self._limits.mover_stop_s)
+        self._box.close()
+        for child in self._children:
+            child.forget()
+        (self._runtime_dir / KEEPER_LOCK).unlink(missing_ok=True)
+        os.close(self._lock)
+        return self._exit_code
+
+    def _listen_to_signals(self) -> None:
         wake_source, wake_target = socket.socketpair()
         for end in (wake_source, wake_target):
             end.setblocking(False)
-        signal.set_wakeup_fd(wake_source.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
         self._selector.register(wake_target, selectors.EVENT_READ, lambda: wake_target.recv(4096))
-        children = (self._daemon, self._mover)
-        try:
-            self._launch(self._mover)
-            self._launch(self._daemon)
-            while self._exit_code is None:
-                self._turn(min((c.restart_at_s for c in children if c.restart_at_s is not None), default=None))
-                for child in children:
-                    if self._exit_code is None and child.restart_at_s is not None:
-                        self._restart_when_due(child)
-            self._stop(self._daemon, self._limits.drain_s)
-            self._stop(self._mover, self._limits.mover_stop_s)
-        finally:
-            for child in children:
-                self._kill(child)
-            self._box.close()
-        return self._exit_code
+        signal.set_wakeup_fd(wake_source.detach(), warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # blocked across an upgrade
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGUSR2:
+            self._upgrade_asked = True
+            return
         self._signals += 1
         _log.info("%s: stopping", signal.Signals(number).name)
         if self._exit_code is None:
@@ -131,57 +135,102 @@ class Keeper:
         for key, _ in self._selector.select(timeout):
             key.data()
 
-    # -------------------------------------------------------------------------------- starting
+    def _due_s(self) -> float | None:
+        times = [child.restart_at_s for child in self._children]
+        times.append(self._channel.connect_at_s if self._daemon.running else None)
+        times.append(self._systemd.watchdog())
+        return min((t for t in times if t is not None), default=None)
 
-    def _start_mover(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self._mover_command, preexec_fn=_die_with(os.getpid()), process_group=0)
+    def _do_what_is_due(self) -> None:
+        now = time.monotonic()
+        connect_at_s = self._channel.connect_at_s
+        if self._daemon.running and connect_at_s is not None and now >= connect_at_s:
+            self._channel.connect()
+        for child in self._children:
+            if self._exit_code is None and child.restart_at_s is not None and now >= child.restart_at_s:
+                self._launch(child)
+        if self._upgrade_asked and self._exit_code is None and self._box.between_frames:
+            self._upgrade_asked = False
+            self._upgrade()
 
-    def _start_daemon(self) -> subprocess.Popen[bytes]:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = (*self._daemon_command, "--keeper-fd", str(theirs.fileno()))
-            process = subprocess.Popen(
-                command, preexec_fn=_die_with(os.getpid()), process_group=0, pass_fds=[theirs.fileno()]
+    # -------------------------------------------------------------------------------- beginning
+
+    def _find_what_runs(self) -> None:
+        """Takes over from the keeper before, from systemd, or from nobody."""
+        path = self._runtime_dir / KEEPER_LOCK
+        lock = lockfile.hold(path)
+        if lock is None:
+            raise ConfigError(
+                f"a keeper, pid {lockfile.holder(path)}, has {self._runtime_dir} already; "
+                "stop it or choose another runtime_dir"
             )
-        ours.settimeout(_ANSWER_TIMEOUT_S)
-        self._box.new_daemon()
-        self._channel = ours
-        self._selector.register(ours, selectors.EVENT_READ, self._serve_daemon)
-        return process
+        self._lock = lock
+        lockfile.name_holder(lock, os.getpid())
+        self._box.take_back(stored_deposits(os.environ))
+        unclean = any(child.was_there() for child in self._children)
+        if self._daemon.find():
+            _log.info("found the daemon, pid %d: it gives its memory's descriptors back", self._daemon.pid)
+        elif len(self._box):
+            _log.info("%d descriptors came back from systemd", len(self._box))
+        elif unclean:  # nothing of the life before may run when memory is given out anew
+            killed = ", ".join(kill_orphans(self._runtime_dir)) or "nothing"
+            _log.warning("keeper and daemon died, and nobody kept the memory: cold start, the cache is lost")
+            _log.warning("killed what was left: %s", killed)
+        for mover in self._movers:
+            mover.find()
 
-    def _launch(self, child: _Child) -> None:
-        child.restart_at_s = None
-        child.process = child.start()
-        reach("keeper.start_child")
-        child.pidfd = os.pidfd_open(child.process.pid)
-        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._on_death(child))
-        _log.info("started the %s, pid %d", child.name, child.process.pid)
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self._lock = state["lock"]
+        self._box.take_back([Deposit(*entry) for entry in state["deposits"]])
+        for child in self._children:
+            child.restore(state["children"][child.name])
+        if state["channel"] >= 0:
+            self._channel.use(socket.socket(fileno=state["channel"]))
+        _log.info("upgraded in place: pid %d, %d deposits", os.getpid(), len(self._box))
 
-    def _restart_when_due(self, child: _Child) -> None:
-        if child.restart_at_s is not None and time.monotonic() >= child.restart_at_s:
-            self._launch(child)
-
-    # ------------------------------------------------------------------------------- listening
-
-    def _serve_daemon(self) -> None:
-        if self._channel is None:  # closed by a death that was handled earlier in this turn
-            return
+    def _upgrade(self) -> None:
+        """Becomes the installed program, once that is known to start. Returns when it can't: this one goes on."""
+        deposits = self._box.deposits()
+        state = {
+            "lock": self._lock,
+            "channel": self._channel.fd,
+            "deposits": [[deposit.name, deposit.size_bytes, deposit.fd] for deposit in deposits],
+            "children": {child.name: child.state() for child in self._children},
+        }
+        fds = [self._lock, self._channel.fd, *(d.fd for d in deposits), *(c.pidfd for c in self._children)]
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
-            more = self._box.serve(self._channel)
-        except KVError as error:
-            _log.error("the daemon's channel is closed: %s", error)
-            more = False
-        if not more:
-            self._close_channel()
+            handover.hand_over("kvmanager.keeper", state, [fd for fd in fds if fd >= 0])
+        except OSError as error:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            _log.error("no upgrade, the old keeper goes on: %s", error)
 
-    def _close_channel(self) -> None:
-        if self._channel is not None:
-            self._selector.unregister(self._channel)
-            self._channel.close()
-            self._channel = None
+    # --------------------------------------------------------------------------------- children
 
-    def _on_death(self, child: _Child) -> None:
-        if child.process is None:  # reaped by `_kill` earlier in this turn
+    def _launch(self, child: Child) -> None:
+        environment = without_systemd(dict(os.environ))
+        try:
+            if child is self._daemon:
+                with self._channel.pair() as theirs:
+                    child.start(environment, [theirs.fileno()], ("--keeper-fd", str(theirs.fileno())))
+            else:
+                child.start(environment)
+        except NotReady as error:
+            if child is self._daemon:
+                self._channel.drain()
+            self._plan_restart(child, str(error))
+            return
+        self._watch(child)
+        _log.info("started the %s, pid %d", child.name, child.pid)
+
+    def _watch(self, child: Child) -> None:
+        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._on_death(child))
+
+    def _on_state(self, state: str) -> None:
+        self._systemd.say(*(["READY=1"] if state == SERVING else []), f"STATUS=the daemon is {state}")
+
+    def _on_death(self, child: Child) -> None:
+        if not child.running:  # reaped by `_kill` earlier in this turn
             return
         code = self._reap(child)
         if self._exit_code is not None:
@@ -189,86 +238,68 @@ class Keeper:
         if child is self._daemon and code in (EXIT_OK, EXIT_CONFIG):
             self._exit_code = code
             return
-        now = time.monotonic()
-        deaths = child.deaths_s
-        deaths.append(now)
-        while now - deaths[0] > self._limits.restart_window_s:
-            deaths.popleft()
-        if len(deaths) > self._limits.restarts_max:
-            _log.error(
-                "the %s died %d times in %g s; giving up", child.name, len(deaths), self._limits.restart_window_s
-            )
-            self._exit_code = EXIT_FAILED
-            return
-        delay = self._limits.backoff_first_s * 2 ** (len(deaths) - 1)
-        child.restart_at_s = now + delay
-        _log.warning("the %s ended with %d; restart in %g s, %d deposits kept", child.name, code, delay, len(self._box))
+        self._plan_restart(child, f"the {child.name} " + ("ended" if code is None else f"ended with {code}"))
 
-    def _reap(self, child: _Child) -> int:
-        assert child.process is not None, f"the {child.name} is reaped once"
-        code = child.process.wait()
+    def _plan_restart(self, child: Child, story: str) -> None:
+        delay_s = child.note_death(self._limits)
+        if delay_s is None:
+            story += f": death {len(child.deaths_s)} in {self._limits.restart_window_s:g} s; giving up"
+            self._exit_code = EXIT_FAILED
+        else:
+            story += f"; restart in {delay_s:g} s, {len(self._box)} deposits kept"
+        _log.warning("%s", story)
+        self._systemd.say(f"STATUS={story}")
+
+    def _reap(self, child: Child) -> int | None:
+        """The exit code, as far as it can be known."""
         self._selector.unregister(child.pidfd)
-        os.close(child.pidfd)
-        child.process = None
+        code = child.reap()
         if child is self._daemon:
-            self._close_channel()
+            self._channel.drain()
+            code = self._box.exit_code if code is None else code
         return code
 
-    # -------------------------------------------------------------------------------- stopping
-
-    def _stop(self, child: _Child, patience_s: float) -> None:
+    def _stop(self, child: Child, patience_s: float) -> None:
         """SIGTERM, then SIGKILL after `patience_s` or at the next signal to the keeper."""
-        if child.process is None:
+        if not child.running:
             return
         deadline = time.monotonic() + patience_s
         signals = self._signals
-        child.process.send_signal(signal.SIGTERM)
-        while child.process is not None and time.monotonic() < deadline and self._signals == signals:
+        child.tell(signal.SIGTERM)
+        while child.running and time.monotonic() < deadline and self._signals == signals:
             self._turn(deadline)
-        if child.process is None:
+        if not child.running:
             _log.info("the %s stopped, %.1f s", child.name, patience_s - (deadline - time.monotonic()))
         else:
             _log.error("the %s did not stop within %g s; killing it", child.name, patience_s)
-            self._kill(child)
-
-    def _kill(self, child: _Child) -> None:
-        if child.process is not None:
-            child.process.kill()
+            child.kill()
             self._reap(child)
-
-
-def _die_with(keeper_pid: int) -> Callable[[], None]:
-    """Runs in a child before exec: SIGKILL when the keeper dies."""
-
-    def prepare() -> None:
-        if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) or os.getppid() != keeper_pid:
-            os._exit(EXIT_FAILED)
-
-    return prepare
 
 
 def main(arguments: Sequence[str]) -> int:
     """`python -m kvmanager.keeper`: what `kvmanager serve` becomes. The daemon checks the configuration itself."""
-    parser = argparse.ArgumentParser(prog="kvmanager.keeper", description="Keeps a node's daemon and mover running.")
+    parser = argparse.ArgumentParser(prog="kvmanager.keeper", description="Keeps a node's daemon and movers running.")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--runtime-dir", type=Path, required=True)
-    parser.add_argument("--device", required=True)
+    parser.add_argument("--device", required=True, action="append", help="one mover for each")
     parser.add_argument("--drain-ms", type=int, default=10_000, help="how long the daemon drains on SIGTERM")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s keeper: %(message)s", stream=sys.stderr)
+    python = (sys.executable, "-m")
+    daemon = (*python, "kvmanager.daemon", "--config", str(options.config))
+    mover = (*python, "kvmanager.mover", "--runtime-dir", str(options.runtime_dir), "--device")
+    movers = {f"mover-{device}": (*mover, device) for device in options.device}
+    # What the daemon needs after its drain, to close streams and memory.
+    limits = KeeperLimits(drain_s=options.drain_ms / 1000 + _CLOSE_S)
     try:
         make_private_dir(options.runtime_dir)
+        return Keeper(options.runtime_dir, daemon, movers, limits).run()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    python = (sys.executable, "-m")
-    daemon_command = (*python, "kvmanager.daemon", "--config", str(options.config))
-    mover_command = (
-        *python, "kvmanager.mover", "--runtime-dir", str(options.runtime_dir), "--device", options.device
-    )  # fmt: skip
-    # What the daemon needs after its drain, to close streams and memory.
-    limits = KeeperLimits(drain_s=options.drain_ms / 1000 + _CLOSE_S)
-    return Keeper(daemon_command, mover_command, limits).run()
+    except DaemonError as error:
+        _log.error("%s", error)
+        return EXIT_FAILED
 
 
 if __name__ == "__main__":

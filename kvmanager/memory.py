@@ -9,9 +9,9 @@ import numpy as np
 
 from kvmanager.allocators.backing import map_fd, open_memfd
 from kvmanager.allocators.device_memory import create_device_memory
-from kvmanager.deposits import KeeperLink
 from kvmanager.errors import LimitExceeded, UnknownLease
 from kvmanager.groups import TIMELINE_REGION, TIMELINE_WORDS, NodeMemory
+from kvmanager.keeperlink import KeeperLink
 from kvmanager.wire import RegionInfo
 
 

@@ -1,15 +1,16 @@
 """The mover: the process that moves bytes for one device, on the daemon's orders.
 
-    python -m kvmanager.mover --runtime-dir DIR --device cpu [--parent-fd N]
+    python -m kvmanager.mover --runtime-dir DIR --device cpu [--orphan-s S]
 
 It holds no policy and no tables: regions arrive as fds, plans and pulls as data, and each ends in one
 Completion. It outlives the daemon: what it was told goes on, its completions are kept, and the next
 daemon that lists gets them (`kvmanager.moverlink` describes the conversation). Only the connection with
 the newest boot id is served, and only the mover's own uid may connect.
 
-It stops on SIGTERM, when its parent is gone, and when a region that it has comes again as other memory (the
-daemon started from nothing): what can end within `STOP_S` ends, the rest is
-cancelled or said to be of unknown fate. Its end is the fence for its reads in flight.
+It stops on SIGTERM, when a region that it has comes again as other memory (the daemon started from nothing), and
+when it is an orphan: no daemon has been linked for `ORPHAN_S` and no keeper lives in its directory. What can end
+within `STOP_S` ends, the rest is cancelled or said to be of unknown fate. Its end is the fence for its reads in
+flight; a new keeper that starts cold does not wait for it but kills it first.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ import signal
 import socket
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from kvmanager.errors import ConfigError, DeviceError, Draining, InvalidArgument, KVError, NotReady
 from kvmanager.keeper import EXIT_CONFIG
 from kvmanager.killpoints import reach
+from kvmanager.lockfile import holder
 from kvmanager.moverendpoint import MoverEndpoint
 from kvmanager.moverlink import mover_socket
 from kvmanager.movermemory import MoverMemory
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.runtime_dir import make_private_dir
+from kvmanager.runtime_dir import KEEPER_LOCK, make_private_dir
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.cuda import CudaExecutor
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
@@ -54,13 +55,14 @@ LANDING_PAUSE_S: Final = 0.001
 """Between two looks at copies in flight on a GPU."""
 LANDING_S: Final = 0.5
 """For copies in flight on a GPU at the end; what has not landed then ends with the process."""
+ORPHAN_S: Final = 60.0
 _log = logging.getLogger("kvmanager.mover")
 
 
 class Mover:
     """One mover process. `run` owns the thread; nothing here is called from another."""
 
-    def __init__(self, runtime_dir: Path, device: str, ucx: UcxSettings) -> None:
+    def __init__(self, runtime_dir: Path, device: str, ucx: UcxSettings, orphan_s: float = ORPHAN_S) -> None:
         make_private_dir(runtime_dir)
         self.incarnation = secrets.randbits(64)
         self._device = device
@@ -75,21 +77,27 @@ class Mover:
         self._reader: NixlReader | None = None
         self._pulls: PullPipeline | None = None
         self._stop_at_s: float | None = None
+        self._keeper_lock = runtime_dir / KEEPER_LOCK
+        self._orphan_s = orphan_s
+        self._alone_since_s: float | None = time.monotonic()  # None while a daemon is linked
 
     # ------------------------------------------------------------------------------------ the loop
-
-    def watch_parent(self, fd: int) -> None:
-        """Stops the mover when `fd` (a pidfd, or the read end of a pipe) becomes readable."""
-        self._selector.register(fd, selectors.EVENT_READ, partial(self._parent_gone, fd))
 
     def wake_on(self, sock: socket.socket) -> None:
         """Ends the loop's sleep when `sock` becomes readable (signals write to its other end)."""
         self._selector.register(sock, selectors.EVENT_READ, lambda: sock.recv(4096))
 
-    def _parent_gone(self, fd: int) -> None:
-        _log.warning("the parent is gone: stopping")
-        self._selector.unregister(fd)
-        self.stop()
+    def _stop_if_orphaned(self) -> None:
+        now = time.monotonic()
+        if self._endpoint.linked:
+            self._alone_since_s = None
+        elif self._alone_since_s is None:
+            self._alone_since_s = now
+        elif now - self._alone_since_s >= self._orphan_s:
+            self._alone_since_s = now
+            if holder(self._keeper_lock) is None:
+                _log.warning("no daemon for %g s, and no keeper that could start one: stopping", self._orphan_s)
+                self.stop()
 
     def stop(self) -> None:
         """Takes no new work; `run` returns when all is ended, after `STOP_S` at the latest."""
@@ -107,6 +115,7 @@ class Mover:
             if isinstance(self._executor, CudaExecutor) and self._executor.broken is not None:
                 _log.error("the GPU's context is lost: stopping (%s)", self._executor.broken)
                 self.stop()
+            self._stop_if_orphaned()
         self._executor.close()
         land_by_s = time.monotonic() + LANDING_S
         self._complete(self._executor.poll(), "mover.plan.completed")
@@ -121,8 +130,12 @@ class Mover:
         """Nothing outstanding: sleep until somebody writes. Otherwise as long as the work allows."""
         if self._executor.outstanding():
             return LANDING_PAUSE_S if isinstance(self._executor, CudaExecutor) and self._executor.idle() else 0.0
-        wait = None if self._pulls is None else self._pulls.next_poll_s()
-        return wait if self._stop_at_s is None else min(0.05, wait if wait is not None else 0.05)
+        waits = [] if self._pulls is None else [self._pulls.next_poll_s()]
+        if self._stop_at_s is not None:
+            waits.append(0.05)
+        if self._alone_since_s is not None:
+            waits.append(max(self._alone_since_s + self._orphan_s - time.monotonic(), 0.0))
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def _complete(self, completions: list[Completion], kill_point: str) -> None:
         for completion in completions:
@@ -275,20 +288,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvmanager.mover", description="moves KV bytes for one device")
     parser.add_argument("--runtime-dir", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--parent-fd", type=int, help="becomes readable when the parent is gone; default: its pidfd")
+    parser.add_argument("--orphan-s", type=float, default=ORPHAN_S, help="time without daemon and keeper that ends it")
     parser.add_argument("--ucx-transports", default=UcxSettings().transports)
     parser.add_argument("--ucx-devices", default=UcxSettings().net_devices)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s mover %(levelname)s %(message)s")
     try:
-        mover = Mover(options.runtime_dir, options.device, UcxSettings(options.ucx_transports, options.ucx_devices))
+        ucx = UcxSettings(options.ucx_transports, options.ucx_devices)
+        mover = Mover(options.runtime_dir, options.device, ucx, options.orphan_s)
     except ConfigError as error:
         print(f"kvmanager mover: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    if options.parent_fd is not None:
-        mover.watch_parent(options.parent_fd)
-    elif os.getppid() != 0:  # 0: the parent lives outside this container
-        mover.watch_parent(os.pidfd_open(os.getppid()))
     wake_source, wake_target = socket.socketpair()
     for end in (wake_source, wake_target):
         end.setblocking(False)

@@ -89,6 +89,11 @@ class MoverEndpoint:
         self._outbox = _Outbox()
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
+    @property
+    def linked(self) -> bool:
+        """Whether a daemon is served."""
+        return self._serving is not None
+
     def complete(self, completion: pb.Completion) -> None:
         """Sends a completion to the daemon that is served, and keeps it for the next one that lists."""
         event = pb.MoverEvent(incarnation=self._incarnation, completion=completion)

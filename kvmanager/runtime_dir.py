@@ -14,6 +14,10 @@ from kvmanager.errors import ConfigError
 
 ATTACH_SOCKET: Final = "attach.sock"
 GRPC_SOCKET: Final = "grpc.sock"
+KEEPER_SOCKET: Final = "keeper.sock"
+"""Where the daemon lets in a keeper that comes after another one."""
+KEEPER_LOCK: Final = "keeper.lock"
+"""Held by the living keeper; `NAME.lock` beside it by its children."""
 _UCRED: Final = struct.Struct("iII")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from kvmanager.children import kill_orphans
 from kvmanager.clients.admin import AdminClient
 from kvmanager.clients.glm.config import TINY
 from kvmanager.demo.report import ledger_failures
@@ -136,7 +137,7 @@ class NodeProcess:
     def start(self) -> None:
         """Starts the process; `wait_serving` says when it can be used."""
         command = [sys.executable, "-m", "kvmanager.cli", "serve", "--config", str(self.config_path)]
-        with self.log_path.open("wb") as log:
+        with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def wait_serving(self) -> AdminClient:
@@ -165,7 +166,7 @@ class NodeProcess:
 
     @property
     def pid(self) -> int:
-        """The keeper's process id; its daemon and mover are its children."""
+        """The keeper's process id; its daemon and mover are its children, unless it came after another keeper."""
         assert self._process is not None
         return self._process.pid
 
@@ -174,15 +175,18 @@ class NodeProcess:
         return self._process is not None and self._process.poll() is not None
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL after `STOP_TIMEOUT_S`."""
-        if self._process is None or self._process.poll() is not None:
+        """SIGTERM, then SIGKILL after `STOP_TIMEOUT_S`; also to what outlived a keeper that was killed."""
+        if self._process is None:
             return
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self.runtime_dir.exists():
+            kill_orphans(self.runtime_dir)
 
     def __enter__(self) -> NodeProcess:
         self.start()

@@ -120,7 +120,7 @@ class Node:
 
     def pid_of(self, module: str) -> int:
         """The newest process of the node that runs `python -m kvmanager.MODULE`."""
-        word = {"daemon": "started the daemon, pid ", "mover": "started the mover, pid "}[module]
+        word = {"daemon": "started the daemon, pid ", "mover": "started the mover-cpu, pid "}[module]
         return int(self.log().rpartition(word)[2].split()[0])
 
     def pools(self) -> dict[str, tuple[int, ...]]:

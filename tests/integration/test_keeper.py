@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -14,85 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from keeper_support import MOVER, WAIT_S, gone, keeper, lives
 
-from kvmanager.deposits import DepositBox, KeeperLink
+from kvmanager.deposits import Deposit, DepositBox
 from kvmanager.errors import DaemonError
 from kvmanager.keeper import EXIT_CONFIG, main
-
-WAIT_S = 30.0
-KEEPER = """
-import logging, sys
-from kvmanager.keeper import Keeper, KeeperLimits
-logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-limits = KeeperLimits(drain_s={drain_s}, mover_stop_s={drain_s}, restarts_max=3, backoff_first_s=0.01)
-python = (sys.executable, "-c")
-sys.exit(Keeper((*python, {daemon!r}), (*python, {mover!r}), limits).run())
-"""
-SAY = """
-import os
-def print(*words):
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-"""
-"""Goes before each child's program: a line is one write, for the children share the keeper's pipe."""
-MOVER = "import os, time\nprint('mover', os.getpid())\ntime.sleep(600)\n"
-"""Says its pid and runs."""
-DAEMON = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (print('daemon drained'), sys.exit(0)))
-print('daemon', os.getpid())
-time.sleep(600)
-"""
+from kvmanager.keeperlink import KeeperLink
 
 
-class Lines:
-    """The children's output, a line at a time; other children's lines wait."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        self._stdout = process.stdout
-        self._early: list[str] = []
-
-    def next(self, start: str) -> str:
-        """The rest of the next line that starts so."""
-        for line in self._early:
-            if line.startswith(start):
-                self._early.remove(line)
-                return line.removeprefix(start).strip()
-        while line := self._stdout.readline():
-            if line.startswith(start):
-                return line.removeprefix(start).strip()
-            self._early.append(line)
-        raise AssertionError(f"the output ended without {start!r}; it had {self._early}")
-
-
-@contextlib.contextmanager
-def keeper(
-    daemon: str = DAEMON, mover: str = MOVER, drain_s: float = 20.0
-) -> Iterator[tuple[subprocess.Popen[str], Lines]]:
-    script = KEEPER.format(daemon=SAY + daemon, mover=SAY + mover, drain_s=drain_s)
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        # A test that hangs ends here: the children die with the keeper, so the pipes end too.
-        timer = threading.Timer(WAIT_S, process.kill)
-        timer.start()
-        try:
-            yield process, Lines(process)
-        finally:
-            timer.cancel()
-            process.kill()
-
-
-def gone(pidfd: int) -> bool:
-    """Waits for the end of a process that we did not start; closes the pidfd."""
-    done = bool(select.select([pidfd], [], [], WAIT_S)[0])
-    os.close(pidfd)
-    return done
-
-
-def test_sigterm_drains_the_daemon_then_stops_the_mover() -> None:
+def test_sigterm_drains_the_daemon_then_stops_the_mover(tmp_path: Path) -> None:
     polite = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: (print('mover stops'), sys.exit(0)))\n"
-    with keeper(mover=polite + MOVER) as (process, lines):
+    with keeper(tmp_path, mover=polite + MOVER) as (process, lines):
         lines.next("mover")
         lines.next("daemon")
         process.send_signal(signal.SIGTERM)
@@ -101,8 +31,8 @@ def test_sigterm_drains_the_daemon_then_stops_the_mover() -> None:
         assert rest.split("\n")[:2] == ["daemon drained", "mover stops"]
 
 
-def test_sigint_is_the_same() -> None:
-    with keeper() as (process, lines):
+def test_sigint_is_the_same(tmp_path: Path) -> None:
+    with keeper(tmp_path) as (process, lines):
         lines.next("daemon")
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=WAIT_S)
@@ -110,9 +40,9 @@ def test_sigint_is_the_same() -> None:
         assert "daemon drained" in rest
 
 
-def test_a_deaf_daemon_is_killed_after_its_deadline() -> None:
+def test_a_deaf_daemon_is_killed_after_its_deadline(tmp_path: Path) -> None:
     daemon = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + MOVER.replace("mover", "daemon")
-    with keeper(daemon, drain_s=0.2) as (process, lines):
+    with keeper(tmp_path, daemon, drain_s=0.2) as (process, lines):
         pidfd = os.pidfd_open(int(lines.next("daemon")))
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=WAIT_S)
@@ -121,11 +51,11 @@ def test_a_deaf_daemon_is_killed_after_its_deadline() -> None:
         assert gone(pidfd)
 
 
-def test_a_second_signal_ends_the_wait() -> None:
+def test_a_second_signal_ends_the_wait(tmp_path: Path) -> None:
     daemon = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('deaf'))\nprint('daemon')\n" + (
         "while True: signal.pause()\n"
     )
-    with keeper(daemon, drain_s=600.0) as (process, lines):
+    with keeper(tmp_path, daemon, drain_s=600.0) as (process, lines):
         lines.next("daemon")
         process.send_signal(signal.SIGTERM)
         lines.next("deaf")
@@ -134,17 +64,10 @@ def test_a_second_signal_ends_the_wait() -> None:
         assert process.returncode == 0
 
 
-def test_children_die_with_the_keeper() -> None:
-    with keeper() as (process, lines):
-        pidfds = [os.pidfd_open(int(lines.next(name))) for name in ("mover", "daemon")]
-        process.kill()
-        assert all(gone(pidfd) for pidfd in pidfds)
-
-
 @pytest.mark.parametrize("victim", ["daemon", "mover"])
-def test_a_dead_child_is_restarted_alone(victim: str) -> None:
+def test_a_dead_child_is_restarted_alone(victim: str, tmp_path: Path) -> None:
     other = {"daemon": "mover", "mover": "daemon"}[victim]
-    with keeper() as (process, lines):
+    with keeper(tmp_path) as (process, lines):
         first = int(lines.next(victim))
         survivor = int(lines.next(other))
         os.kill(first, signal.SIGKILL)
@@ -156,30 +79,29 @@ def test_a_dead_child_is_restarted_alone(victim: str) -> None:
         assert process.returncode == 0
 
 
-def test_a_daemon_that_keeps_dying_ends_the_node() -> None:
-    with keeper("import sys\nprint('daemon')\nsys.exit(77)\n") as (process, lines):
+def test_a_daemon_that_keeps_dying_ends_the_node(tmp_path: Path) -> None:
+    with keeper(tmp_path, "import sys\nprint('daemon')\nsys.exit(77)\n") as (process, lines):
         mover = int(lines.next("mover"))
         _, errors = process.communicate(timeout=WAIT_S)
         assert process.returncode == 1
-        assert "the daemon died 4 times" in errors
+        assert "the daemon ended with 77: death 4 in 60 s; giving up" in errors
         assert errors.count("started the daemon") == 4
-        with pytest.raises(ProcessLookupError):
-            os.kill(mover, 0)
+        assert not lives(mover)
 
 
 @pytest.mark.parametrize("code", [EXIT_CONFIG, 0])
-def test_a_daemon_that_ends_on_purpose_is_not_restarted(code: int) -> None:
-    with keeper(f"import sys\nsys.exit({code})\n") as (process, _):
+def test_a_daemon_that_ends_on_purpose_is_not_restarted(code: int, tmp_path: Path) -> None:
+    with keeper(tmp_path, f"import sys\nsys.exit({code})\n") as (process, _):
         _, errors = process.communicate(timeout=WAIT_S)
         assert process.returncode == code
         assert errors.count("started the daemon") == 1
 
 
-def test_memory_survives_the_daemon() -> None:
+def test_memory_survives_the_daemon(tmp_path: Path) -> None:
     """The first daemon deposits and dies; the second gets the same bytes back and forgets one piece."""
     daemon = """
 import os, signal, sys, time
-from kvmanager.deposits import KeeperLink
+from kvmanager.keeperlink import KeeperLink
 link = KeeperLink(int(sys.argv[2]))
 assert sys.argv[1] == "--keeper-fd"
 held = link.reclaim()
@@ -195,7 +117,7 @@ if len(held) == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(600)
 """
-    with keeper(daemon) as (process, lines):
+    with keeper(tmp_path, daemon) as (process, lines):
         assert lines.next("held") == "[]"
         assert lines.next("held") == "[('hbm', 4096, 'bytes of hbm'), ('host', 4096, 'bytes of host')]"
         assert lines.next("held") == "[('host', 4096, 'bytes of host')]"
@@ -203,7 +125,7 @@ time.sleep(600)
         process.communicate(timeout=WAIT_S)
 
 
-def test_a_daemon_that_talks_nonsense_loses_its_channel_only() -> None:
+def test_a_daemon_that_talks_nonsense_loses_its_channel_only(tmp_path: Path) -> None:
     daemon = """
 import os, socket, sys, time
 channel = socket.socket(fileno=int(sys.argv[2]))
@@ -211,18 +133,28 @@ channel.sendall(b"\\xff" * 64)
 print("closed", channel.recv(10))
 time.sleep(600)
 """
-    with keeper(daemon) as (process, lines):
+    with keeper(tmp_path, daemon) as (process, lines):
         assert lines.next("closed") == "b''"
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=WAIT_S)
         assert process.returncode == 0
 
 
+class NoStore:
+    """Nobody keeps descriptors beyond the keeper."""
+
+    def keep(self, deposit: Deposit) -> None:
+        pass
+
+    def let_go(self, deposit: Deposit) -> None:
+        pass
+
+
 @pytest.fixture
 def link() -> Iterator[KeeperLink]:
     """A link to a box served by a thread."""
     ours, theirs = socket.socketpair()
-    box = DepositBox()
+    box = DepositBox(NoStore(), lambda _state: None)
 
     def serve() -> None:
         while box.serve(ours):

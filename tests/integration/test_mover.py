@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvmanager import lockfile
 from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.errors import PeerUnreachable
 from kvmanager.framing import send_frame
-from kvmanager.moverlink import mover_socket
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.runtime_dir import KEEPER_LOCK
 from kvmanager.units import MIB
 from kvmanager.wire import RegionInfo, RegionKind, plan_to_proto
 from tests.integration.mover_process import POISON, WAIT_S, Client, reversed_pieces, running, slow_plan
@@ -237,31 +238,35 @@ def test_a_second_mover_of_a_device_is_refused_and_a_dead_ones_socket_is_not(tmp
                 time.sleep(0.02)
 
 
-_PARENT = """
-import os, subprocess, sys, time
-process = subprocess.Popen([sys.executable, "-m", "kvmanager.mover", "--runtime-dir", sys.argv[1]])
-print(process.pid, flush=True)
-time.sleep(60)
-"""
+@pytest.mark.parametrize("keeper_lives", [False, True])
+def test_a_mover_without_daemon_and_keeper_ends(tmp_path, keeper_lives):
+    """With a living keeper it waits on, for that one starts daemons."""
+    (tmp_path / "node").mkdir(mode=0o700)
+    lock = lockfile.hold(tmp_path / "node" / KEEPER_LOCK) if keeper_lives else None
+    with running(tmp_path / "node", "--orphan-s", "0.3") as (process, path):
+        client = Client(path)
+        time.sleep(0.5)  # idle, with a daemon: that is no orphan
+        assert client.list() == []
+        client.close()
+        if lock is None:
+            assert process.wait(WAIT_S) == 0
+            assert not path.exists()
+        else:
+            time.sleep(0.8)
+            Client(path, boot_id=2).close()
+            os.close(lock)
+            assert process.wait(WAIT_S) == 0
 
 
-def test_the_mover_ends_when_its_parent_is_killed(tmp_path):
-    parent = subprocess.Popen(
-        [sys.executable, "-c", _PARENT, str(tmp_path / "node")], stdout=subprocess.PIPE, text=True
-    )
-    pidfd = os.pidfd_open(int(parent.stdout.readline()))
-    path = mover_socket(tmp_path / "node", "cpu")
-    while not path.exists():
-        time.sleep(0.01)
-    Client(path).close()
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    give_up = time.monotonic() + WAIT_S
-    while path.exists():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
-    os.close(pidfd)
+def test_a_mover_that_was_linked_for_long_is_no_orphan_at_the_first_moment_alone(tmp_path):
+    with running(tmp_path / "node", "--orphan-s", "2") as (process, path):
+        client = Client(path)
+        time.sleep(2.2)
+        client.close()
+        again = Client(path, boot_id=2)
+        assert again.incarnation == client.incarnation
+        assert process.poll() is None
+        again.close()
 
 
 def _cpu_seconds(pid):

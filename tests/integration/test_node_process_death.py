@@ -167,15 +167,6 @@ def test_sigterm_with_an_engine_that_does_not_listen(tmp_path) -> None:
             engine.close()
 
 
-def test_the_keepers_death_ends_the_node(tmp_path) -> None:
-    with node(tmp_path, "prefill", prefill_toml) as running:
-        keeper = running.process._process
-        children = children_of(keeper)
-        keeper.kill()
-        keeper.wait()
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
-
-
 def test_a_broken_invariant_stops_the_daemon_and_the_keeper_starts_another(tmp_path, monkeypatch) -> None:
     """Everybody who waits for the core is answered, so the process ends (77) instead of hanging."""
     crash = tmp_path / "crash"
