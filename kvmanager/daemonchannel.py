@@ -12,6 +12,7 @@ from typing import Final
 
 from kvmanager.deposits import DepositBox
 from kvmanager.errors import KVError
+from kvmanager.framing import readable
 from kvmanager.runtime_dir import KEEPER_SOCKET, peer_credentials
 
 _ANSWER_TIMEOUT_S: Final = 5.0
@@ -72,9 +73,10 @@ class DaemonChannel:
         self.use(connection)
 
     def drain(self) -> None:
-        """After the daemon's death: hears what it still said, then closes."""
-        while self._socket is not None:
+        """After the daemon's death: hears what it still said, then closes. Somebody else may hold its end open."""
+        while self._socket is not None and readable([self._socket.fileno()], 0.0):
             self._serve()
+        self._close()
 
     def _serve(self) -> None:
         if self._socket is None:  # closed earlier in this turn
@@ -85,6 +87,10 @@ class DaemonChannel:
             _log.error("the daemon's channel is closed: %s", error)
             more = False
         if not more:
+            self._close()
+
+    def _close(self) -> None:
+        if self._socket is not None:
             self._selector.unregister(self._socket)
             self._socket.close()
             self._socket = None

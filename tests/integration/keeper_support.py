@@ -106,12 +106,13 @@ def keeper(
     drain_s: float = 20.0,
     environment: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
+    before: str = "",
 ) -> Iterator[tuple[subprocess.Popen[str], Lines]]:
-    """A running keeper; afterwards neither it nor a child of it is left."""
+    """A running keeper, after `before` in the same process; afterwards neither it nor a child of it is left."""
     runtime_dir.mkdir(mode=0o700, exist_ok=True)
     script = KEEPER.format(daemon=SAY + daemon, mover=SAY + mover, drain_s=drain_s, runtime_dir=str(runtime_dir))
     with subprocess.Popen(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", before + script],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -65,14 +65,9 @@ class PlayedSystemd:
         names = [name for name, fds in self.store.items() for _ in fds]
         fds = [fd for fds in self.store.values() for fd in fds]
         script = START.format(fds=fds, environment=environment)
-        with patched_keeper(script):
-            with keeper(
-                runtime_dir,
-                daemon,
-                environment={"NOTIFY_SOCKET": self.address, "NAMES": ":".join(names)},
-                pass_fds=fds,
-            ) as running:
-                yield running
+        given = {"NOTIFY_SOCKET": self.address, "NAMES": ":".join(names)}
+        with keeper(runtime_dir, daemon, environment=given, pass_fds=fds, before=script) as running:
+            yield running
 
     def close(self):
         self.socket.close()
@@ -91,19 +86,6 @@ if names:  # not once more after an upgrade
     os.environ.update(LISTEN_FDS=str(len({fds})), LISTEN_FDNAMES=names, LISTEN_PID=str(os.getpid()))
 os.environ.update({environment})
 """
-
-
-@contextlib.contextmanager
-def patched_keeper(before):
-    """What `keeper` runs, with `before` in front of it."""
-    import keeper_support
-
-    original = keeper_support.KEEPER
-    keeper_support.KEEPER = before.replace("{", "{{").replace("}", "}}") + original
-    try:
-        yield
-    finally:
-        keeper_support.KEEPER = original
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -219,7 +201,11 @@ def stop(process):
 
 @pytest.mark.parametrize("systemd", ["path"], indirect=True)
 def test_the_watchdog_is_fed_and_children_know_nothing_of_systemd(systemd, runtime_dir):
-    daemon = "import os, time\nprint('daemon', [n for n in os.environ if 'NOTIFY' in n or 'WATCHDOG' in n])\ntime.sleep(99)"
+    daemon = """
+import os, time
+print("daemon", [name for name in os.environ if "NOTIFY" in name or "WATCHDOG" in name])
+time.sleep(99)
+"""
     with systemd.start(runtime_dir, daemon, WATCHDOG_USEC="100000") as (process, lines):
         assert lines.next("daemon") == "[]"
         for _ in range(3):
@@ -234,12 +220,19 @@ def test_a_service_manager_that_does_not_listen_costs_nothing(tmp_path, caplog):
     Systemd({}).say("READY=1")
 
 
-def test_strangers_among_the_descriptors_are_closed(caplog):
-    """Only at 3 and on, so a process of its own is not needed when nothing is passed."""
-    assert stored_deposits({"LISTEN_FDS": "7", "LISTEN_PID": "1"}) == []
-    environment = {"LISTEN_FDS": "0", "LISTEN_FDNAMES": "", "LISTEN_PID": str(os.getpid())}
+@pytest.mark.parametrize("systemd", ["path"], indirect=True)
+def test_strangers_among_the_descriptors_are_closed(systemd, runtime_dir, linked):
+    systemd.store["web.socket"] = [os.memfd_create("stranger")]
+    with systemd.start(runtime_dir, linked) as (process, lines):
+        assert lines.next("held") == "[]"
+        said(process, "systemd passed a descriptor called 'web.socket': not one of ours, closed")
+        stop(process)
+
+
+def test_descriptors_for_another_process_are_left_alone():
+    environment = {"LISTEN_FDS": "7", "LISTEN_PID": "1"}
     assert stored_deposits(environment) == []
-    assert "LISTEN_FDS" not in environment
+    assert environment["LISTEN_FDS"] == "7"
 
 
 def test_a_name_that_was_stored_twice_is_lost():

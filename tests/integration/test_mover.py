@@ -15,6 +15,7 @@ from kvmanager import lockfile
 from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.errors import PeerUnreachable
 from kvmanager.framing import send_frame
+from kvmanager.moverlink import mover_socket
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import KEEPER_LOCK
 from kvmanager.units import MIB
