@@ -194,9 +194,14 @@ class Daemon:
             return
         _log.info("%s faulted in, %.1f s", format_bytes(self._fault_in.total_bytes), time.monotonic() - began)
         self._mover.connect()  # it maps the regions, and is ready with them when this returns
-        self._state = "serving"
+        self._state = SERVING
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         _log.info("node %s serves %s", self._config.node.name, self._config.node.runtime_dir)
+
+    @property
+    def state(self) -> str:
+        """What operators are told: starting, serving, draining."""
+        return self._state
 
     def wait(self) -> BaseException | None:
         """Returns when the node shall stop, with the failure that ended it, if one did."""
@@ -341,7 +346,7 @@ def _serve(daemon: Daemon, keeper: KeeperLink | None) -> int:
         daemon.stop()
         return EXIT_FAILED
     if keeper is not None:
-        keeper.say(SERVING)
+        keeper.say(daemon.state)
     failure = daemon.wait()
     if keeper is not None:
         keeper.say("draining")

@@ -31,6 +31,7 @@ from kvmanager.core.events import Event
 from kvmanager.core.node import Node
 from kvmanager.errors import ConfigError, InvariantViolation
 from kvmanager.journalcodec import CODE, SCHEMA, Codec
+from kvmanager.killpoints import reach
 from kvmanager.units import MIB
 
 HALF_BYTES: Final = 512 * MIB
@@ -126,6 +127,7 @@ class Journal:
 
     def append(self, event: Event, now: int, spent_s: float) -> None:
         """One event that the core has applied, which took it `spent_s`. Raises InvariantViolation when it is full."""
+        reach("daemon.journal.append")
         record = self.record(event, now)
         size = len(record)
         if self._at + size > self._end:
@@ -168,6 +170,7 @@ class Journal:
         checksum = zlib.crc32(stored)
         if zlib.crc32(self._memory[start_at : start_at + len(stored)]) != checksum:
             raise InvariantViolation("the journal does not hold what was written to it")
+        reach("daemon.journal.snapshot")
         self._write_head(base, sequence, len(stored), checksum)
         older = self._sequence
         self._follow(sequence, log_start)

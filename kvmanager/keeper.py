@@ -28,7 +28,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 from kvmanager import handover, lockfile
@@ -36,6 +35,7 @@ from kvmanager.children import Child, KeeperLimits, kill_orphans
 from kvmanager.daemonchannel import DaemonChannel
 from kvmanager.deposits import SERVING, Deposit, DepositBox
 from kvmanager.errors import ConfigError, DaemonError, NotReady
+from kvmanager.keepersignals import KeeperSignals
 from kvmanager.runtime_dir import KEEPER_LOCK, make_private_dir
 from kvmanager.systemd import Systemd, stored_deposits, without_systemd
 
@@ -45,7 +45,6 @@ EXIT_CONFIG: Final = 78
 """As in sysexits.h; a daemon that exits with it is not restarted."""
 
 _CLOSE_S: Final = 20.0
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 _log = logging.getLogger("kvmanager.keeper")
 
 
@@ -75,8 +74,7 @@ class Keeper:
         self._selector = selectors.DefaultSelector()
         self._channel = DaemonChannel(runtime_dir, self._box, self._selector)
         self._lock = -1
-        self._signals = 0
-        self._upgrade_asked = False
+        self._signals = KeeperSignals(self._on_stop)
         self._exit_code: int | None = None  # set once: why the node stops
 
     def run(self) -> int:
@@ -85,7 +83,7 @@ class Keeper:
         Raises ConfigError when a living keeper has the directory already, NotReady when something of the life
         before neither answers nor dies. Children live on after any exception.
         """
-        self._listen_to_signals()
+        self._signals.listen(self._selector)
         if self._before is None:
             self._find_what_runs()
         else:
@@ -102,30 +100,15 @@ class Keeper:
         self._stop(self._daemon, self._limits.drain_s)
         for mover in self._movers:
             self._stop(mover, self._limits.mover_stop_s)
-        self._box.close()
+        if self._exit_code == EXIT_OK:  # otherwise what systemd has waits for a start that can use it
+            self._box.close()
         for child in self._children:
             child.forget()
         (self._runtime_dir / KEEPER_LOCK).unlink(missing_ok=True)
         os.close(self._lock)
         return self._exit_code
 
-    def _listen_to_signals(self) -> None:
-        wake_source, wake_target = socket.socketpair()
-        for end in (wake_source, wake_target):
-            end.setblocking(False)
-        self._selector.register(wake_target, selectors.EVENT_READ, lambda: wake_target.recv(4096))
-        signal.set_wakeup_fd(wake_source.detach(), warn_on_full_buffer=False)
-        for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                signal.signal(number, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # blocked across an upgrade
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGUSR2:
-            self._upgrade_asked = True
-            return
-        self._signals += 1
-        _log.info("%s: stopping", signal.Signals(number).name)
+    def _on_stop(self) -> None:
         if self._exit_code is None:
             self._exit_code = EXIT_OK
 
@@ -149,8 +132,8 @@ class Keeper:
         for child in self._children:
             if self._exit_code is None and child.restart_at_s is not None and now >= child.restart_at_s:
                 self._launch(child)
-        if self._upgrade_asked and self._exit_code is None and self._box.between_frames:
-            self._upgrade_asked = False
+        if self._signals.upgrade_asked and self._exit_code is None and self._box.between_frames:
+            self._signals.upgrade_asked = False
             self._upgrade()
 
     # -------------------------------------------------------------------------------- beginning
@@ -198,11 +181,11 @@ class Keeper:
             "children": {child.name: child.state() for child in self._children},
         }
         fds = [self._lock, self._channel.fd, *(d.fd for d in deposits), *(c.pidfd for c in self._children)]
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        self._signals.hold_back()
         try:
             handover.hand_over("kvmanager.keeper", state, [fd for fd in fds if fd >= 0])
         except OSError as error:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            self._signals.let_through()
             _log.error("no upgrade, the old keeper goes on: %s", error)
 
     # --------------------------------------------------------------------------------- children
@@ -264,9 +247,9 @@ class Keeper:
         if not child.running:
             return
         deadline = time.monotonic() + patience_s
-        signals = self._signals
+        stops = self._signals.stops
         child.tell(signal.SIGTERM)
-        while child.running and time.monotonic() < deadline and self._signals == signals:
+        while child.running and time.monotonic() < deadline and self._signals.stops == stops:
             self._turn(deadline)
         if not child.running:
             _log.info("the %s stopped, %.1f s", child.name, patience_s - (deadline - time.monotonic()))
