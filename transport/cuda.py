@@ -17,6 +17,7 @@ from typing import Any, Final
 from kvmanager.allocators.cuda_driver import DeviceContext, call, driver
 from kvmanager.core.plans import CopyPlan, StridedCopies
 from kvmanager.errors import DeviceError, KVError, TransferFailed
+from kvmanager.killpoints import reach
 from kvmanager.transport.active_plans import ActivePlan, ActivePlans
 from kvmanager.transport.cuda_copies import CudaCopies, stacked
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
@@ -162,6 +163,8 @@ class CudaExecutor(ActivePlans[_Active]):
             piece.active.in_flight -= 1
             if int(status) == 0:
                 piece.active.moved_bytes += piece.size_bytes
+                if piece.active.moved_bytes < piece.active.plan.total_bytes:
+                    reach("mover.plan.half_copied")
             else:
                 self._break(piece.active, DeviceError(f"cuEventQuery: {status.name}"))
             self._settle(piece.active)

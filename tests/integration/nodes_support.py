@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -120,8 +121,7 @@ class Node:
 
     def pid_of(self, module: str) -> int:
         """The newest process of the node that runs `python -m kvmanager.MODULE`."""
-        word = {"daemon": "started the daemon, pid ", "mover": "started the mover-cpu, pid "}[module]
-        return int(self.log().rpartition(word)[2].split()[0])
+        return int(re.findall(rf"started the {module}\S*, pid (\d+)", self.log())[-1])
 
     def pools(self) -> dict[str, tuple[int, ...]]:
         """pool -> bytes (free, reserved, filling, ready, draining, quarantined, pinned, promised)."""
