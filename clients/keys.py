@@ -10,6 +10,7 @@ names the whole prefix up to the end of its segment.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable
 from typing import Final
 
@@ -60,7 +61,7 @@ class KeyChain:
         self.key_tokens = namespace.key_tokens
         self._last = namespace_seed(namespace)
         self._tail = b""
-        self._keys: list[bytes] = []
+        self._keys = bytearray()
 
     def extend(self, tokens: TokenArray) -> bytes:
         """Keys of the segments that `tokens` complete, concatenated (empty when none).
@@ -69,30 +70,41 @@ class KeyChain:
         """
         data = self._tail + _as_u32(tokens).tobytes()
         width = self.key_tokens * 4
-        whole = len(data) // width
-        made = [self._make(data[i * width : (i + 1) * width]) for i in range(whole)]
-        self._tail = data[whole * width :]
-        self._keys.extend(made)
-        return b"".join(made)
-
-    def _make(self, segment: bytes) -> bytes:
-        self._last = hashlib.sha256(self._last + segment).digest()[: self.key_bytes]
-        return self._last
+        whole = len(data) // width * width
+        made = _chained(self._last, data[:whole], width, self.key_bytes)
+        self._tail = data[whole:]
+        if made:
+            self._last = made[-self.key_bytes :]
+            self._keys += made
+        return made
 
     @property
     def keys(self) -> bytes:
         """All keys so far, concatenated."""
-        return b"".join(self._keys)
+        return bytes(self._keys)
 
     @property
     def segments(self) -> int:
         """Whole segments so far."""
-        return len(self._keys)
+        return len(self._keys) // self.key_bytes
 
     @property
     def tokens(self) -> int:
         """Tokens seen so far, those of the unfinished segment included."""
-        return len(self._keys) * self.key_tokens + len(self._tail) // 4
+        return self.segments * self.key_tokens + len(self._tail) // 4
+
+
+def _chained(last: bytes, segments: bytes, width: int, key_bytes: int) -> bytes:
+    """Keys of `segments` (each `width` bytes) after the key or seed `last`, concatenated.
+
+    Each key needs the one before it, so this loop can't be spread; two calls of hashlib a segment are all it does.
+    """
+    sha256 = hashlib.sha256
+    made = []
+    for (segment,) in struct.iter_unpack(f"{width}s", segments):
+        last = sha256(last + segment).digest()[:key_bytes]
+        made.append(last)
+    return b"".join(made)
 
 
 def _as_u32(tokens: TokenArray) -> npt.NDArray[np.uint32]:

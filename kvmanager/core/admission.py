@@ -5,9 +5,11 @@ A promise is a count of slabs, not pages. Each byte is counted once: what is tak
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmanager.core.group import Group
 from kvmanager.core.pool import Pool
@@ -76,7 +78,7 @@ def outstanding_promise(group: Group, request: Request) -> dict[str, int]:
         if group.spec.sparse is None:
             continue
         c = group.class_index(part.chain, group.spec.sparse.latent_class)
-        missing = part.chain.absent(c, HOST, part.rows)
+        missing = part.chain.absent(c, HOST, part.rows.array)
         add(part.chain.spec.classes[c].host_pool, int(part.chain.widths(missing).sum()))
         if len(request.hot) == 0:
             add(part.chain.spec.classes[c].device_pool, group.spec.sparse.hot_slabs)
@@ -159,24 +161,64 @@ def _largest_holder(state: State, group: Group) -> str:
     return best
 
 
-def span_orders(
-    chain: ChainSpec, start: int, imported_end: int, end: int, *, sparse: bool
-) -> list[tuple[int, TokenOrder]]:
-    """(first token, order) of the new spans that cover positions [start, end).
+@dataclass(frozen=True)
+class NewSpans:
+    """Spans to be added, in token order: first_tokens int64[n], segments and interleave int32[n]."""
+
+    first_tokens: npt.NDArray[np.int64]
+    segments: npt.NDArray[np.int32]
+    interleave: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.first_tokens)
+
+    def widths(self, chain: ChainSpec) -> npt.NDArray[np.int64]:
+        """Page indexes of one class that each takes, int64[n]."""
+        return self._each(chain.span_pages)
+
+    def ends(self, chain: ChainSpec) -> npt.NDArray[np.int64]:
+        """The position behind each, int64[n]."""
+        return self.first_tokens + self._each(chain.span_tokens)
+
+    def _each(self, measure: Callable[[TokenOrder], int]) -> npt.NDArray[np.int64]:
+        values = np.zeros(len(self), np.int64)
+        for order in self.orders():
+            values[(self.segments == order.segments) & (self.interleave == order.interleave)] = measure(order)
+        return values
+
+    def orders(self) -> list[TokenOrder]:
+        """The orders that occur: one or two."""
+        ends = {(int(self.segments[i]), int(self.interleave[i])) for i in (0, -1)} if len(self) else set()
+        if len(ends) == 1 and (self.segments != self.segments[0]).any():
+            ends = set(zip(self.segments.tolist(), self.interleave.tolist(), strict=True))
+        return [TokenOrder(*order) for order in sorted(ends)]
+
+
+def span_orders(chain: ChainSpec, start: int, imported_end: int, end: int, *, sparse: bool) -> NewSpans:
+    """The new spans that cover positions [start, end).
 
     Positions below `imported_end` arrive by hand-off: they keep the source's order where a whole source span
     starts, and are permuted one page at a time up to there. What the engine writes itself is in its own order.
     """
     own = SEQUENTIAL if sparse else chain.order
     imported = chain.imported_order
-    spans: list[tuple[int, TokenOrder]] = []
+    parts: list[tuple[npt.NDArray[np.int64], TokenOrder]] = []
     at = start
     while at < end:
         keeps = at < imported_end and at % chain.span_tokens(imported) == 0
         order = imported if keeps else own
-        spans.append((at, order))
-        at += chain.span_tokens(order)
-    return spans
+        tokens = chain.span_tokens(order)
+        # All alike up to the end of their kind; before a whole source span starts, one at a time.
+        stop = min(imported_end, end) if keeps else end if at >= imported_end else at + 1
+        firsts = np.arange(at, stop, tokens, dtype=np.int64)
+        parts.append((firsts, order))
+        at += len(firsts) * tokens
+    counts = [len(firsts) for firsts, _ in parts]
+    return NewSpans(
+        np.concatenate([np.empty(0, np.int64), *(firsts for firsts, _ in parts)]),
+        np.repeat(np.asarray([order.segments for _, order in parts], np.int32), counts),
+        np.repeat(np.asarray([order.interleave for _, order in parts], np.int32), counts),
+    )
 
 
 def device_slabs_free(group: Group, pool: Pool) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import numpy.typing as npt
 
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import PageState, Pool
+from kvmanager.core.prefix import Run
 from kvmanager.core.request import Phase
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
 from kvmanager.core.spec import Placement
@@ -137,8 +140,7 @@ def _audit_spans(group: Group, chain: Chain) -> None:
 
     valid = table.valid[rows]
     each((valid >= 0) & (valid <= table.segments[rows]), "more segments valid than it has")
-    lengths = np.fromiter((len(table.keys[row]) for row in rows.tolist()), np.int64, len(rows))
-    each(lengths == valid.astype(np.int64) * group.key_bytes, "keys do not cover its segments")
+    each(table.keys.lengths(rows) == valid.astype(np.int64) * group.key_bytes, "keys do not cover its segments")
     each((table.pins[rows] >= 0) & (table.busy[rows] >= 0), "negative pins or plans")
     widths = table.segments[rows]
     if chain.spec.placement is Placement.SHARDED:
@@ -181,19 +183,39 @@ def _audit_index(group: Group, chain: Chain) -> None:
 
 
 def _audit_tables(chain: Chain, published: list[int], where: str) -> None:
-    """Every published span is named once by its first key, and full ones by their last; nothing else is."""
+    """Every published span is in one run, at its place, below the span before it; every run is under its first key."""
     table, index = chain.table, chain.index
-    named = sorted(row for rows in index.heads.values() for row in rows)
-    _check(named == published, f"{where}: heads name other spans than the published ones")
-    full = [row for row in published if table.full(row)]
-    _check(sorted(index.ends.values()) == full, f"{where}: ends name other spans than the full ones")
-    for (namespace, key), rows in index.heads.items():
-        for row in rows:
-            same = namespace == table.namespace[row] and table.keys[row].startswith(key)
-            _check(bool(same), f"{where} span {row}: not under its first key")
-    for (namespace, key), row in index.ends.items():
-        same = namespace == table.namespace[row] and table.keys[row].endswith(key)
-        _check(bool(same), f"{where} span {row}: it stands for a key that is not its last")
+    held: list[int] = []
+    texts: set[tuple[int, int, int, bytes]] = set()
+    full_spans = 0
+    for number, run in index.runs.items():
+        _audit_run(chain, number, run, where)
+        rows = run.rows[: run.spans].tolist()
+        held += rows
+        full = [row for row in rows if table.full(row)]
+        full_spans += len(full)
+        texts.update((int(table.parent[row]), run.namespace, run.segments, table.keys[row]) for row in full)
+    _check(sorted(held) == published, f"{where}: runs hold other spans than the published ones")
+    _check(len(texts) == full_spans, f"{where}: equal spans stand below one parent")
+    _check(sum(map(len, index.heads.values())) == len(index.runs), f"{where}: heads name runs that are not there")
+    _check(index.sizes == Counter(table.segments[published].tolist()), f"{where}: sizes differ from the spans'")
+
+
+def _audit_run(chain: Chain, number: int, run: Run, where: str) -> None:
+    """A run is a path of alike spans, where it says, and found by its first key."""
+    table, index, rows = chain.table, chain.index, run.rows[: run.spans]
+    _check(run.spans > 0, f"{where} run {number} is empty")
+    _check(bool((table.run[rows] == number).all()), f"{where} run {number} holds spans of another")
+    _check(bool((table.place[rows] == np.arange(run.spans)).all()), f"{where} run {number} has spans in other places")
+    _check(int(table.parent[rows[0]]) == run.parent, f"{where} run {number} is not below the span it says")
+    _check(bool((table.parent[rows[1:]] == rows[:-1]).all()), f"{where} run {number} is no path")
+    alike = (table.segments[rows] == run.segments) & (table.namespace[rows] == run.namespace)
+    _check(bool(alike.all()), f"{where} run {number} mixes sizes or namespaces")
+    full = run.spans == 1 or bool((table.valid[rows] == run.segments).all())
+    _check(full, f"{where} run {number} has spans that are not full")
+    _check(run.at == index.end(run.parent), f"{where} run {number} starts where the span before it does not end")
+    first = run.namespace, table.keys[int(rows[0])][: index.key_bytes]
+    _check(index.heads.get(first, []).count(number) == 1, f"{where} run {number} is not under its first key")
 
 
 def _audit_holders(state: State, group: Group, number: int, chain: Chain) -> None:
@@ -258,5 +280,5 @@ def _audit_requests(state: State, group: Group) -> None:
         _check((request.phase is Phase.WAITING) == bool(request.waiting_on), f"{story} is {request.phase.value}")
         _check(request.fenced_tokens <= request.committed_tokens, f"{story}: fenced beyond what it committed")
         for part in request.chains:
-            firsts = part.chain.table.first_token[np.asarray(part.rows, np.int64)].tolist()
+            firsts = part.chain.table.first_token[part.rows.array].tolist()
             _check(firsts == sorted(set(firsts)), f"{story}: spans out of order, {firsts}")

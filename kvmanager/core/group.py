@@ -13,10 +13,9 @@ from kvmanager.core.eviction import Policy, leaf_first_lru
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.prefix import PrefixIndex
 from kvmanager.core.return_rate import SessionBook
+from kvmanager.core.rows import RowArray, RowQueue, as_range
 from kvmanager.core.spans import DEVICE, HOST, CopyState, SpanTable
 from kvmanager.core.spec import ChainSpec, GroupSpec, PageClass, Placement
-
-RowArray = npt.NDArray[np.int64]
 
 
 class Chain:
@@ -42,6 +41,11 @@ class Chain:
         """Whether pages of the class can leave the device."""
         return bool(self.spec.classes[page_class].host_pool)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether some class of it can leave the device."""
+        return any(c.host_pool for c in self.spec.classes)
+
     def page_class(self, page_class: int) -> PageClass:
         """The class's description."""
         return self.spec.classes[page_class]
@@ -60,8 +64,9 @@ class Chain:
         """`set_state` for many spans at once."""
         if len(rows) == 0:
             return
-        assert (self.table.copies[page_class, tier, rows] != CopyState.ABSENT).all()
-        self.table.copies[page_class, tier, rows] = copy
+        at = as_range(rows)
+        assert (self.table.copies[page_class, tier, at] != CopyState.ABSENT).all()
+        self.table.copies[page_class, tier, at] = copy
         pages = self.table.page_lists(page_class, tier, rows)
         self.pool(page_class, tier).settle(self.spec.classes[page_class].name, pages, page)
 
@@ -73,15 +78,15 @@ class Chain:
 
     def widths(self, rows: RowArray | list[int]) -> RowArray:
         """Page indexes of one class that each span takes, int64[rows]."""
-        segments = self.table.segments[np.asarray(rows, np.int64)].astype(np.int64)
+        segments = self.table.segments[as_range(np.asarray(rows, np.int64))].astype(np.int64)
         if self.spec.placement is Placement.REPLICATED:
             return segments
         return segments // self.spec.ranks
 
-    def absent(self, page_class: int, tier: int, rows: Sequence[int]) -> RowArray:
+    def absent(self, page_class: int, tier: int, rows: RowArray | Sequence[int]) -> RowArray:
         """Those of the spans that have no copy of a class in a tier, int64."""
         index = np.asarray(rows, np.int64)
-        missing: RowArray = index[self.table.copies[page_class, tier, index] == CopyState.ABSENT]
+        missing: RowArray = index[self.table.copies[page_class, tier, as_range(index)] == CopyState.ABSENT]
         return missing
 
     def put(self, page_class: int, tier: int, row: int, pages: PageArray) -> None:
@@ -103,7 +108,7 @@ class Chain:
         """Frees every copy of unpublished spans nobody holds, and forgets them, in order."""
         for page_class in range(self.table.classes):
             for tier in (DEVICE, HOST):
-                held = rows[self.table.copies[page_class, tier, rows] != CopyState.ABSENT]
+                held = rows[self.table.copies[page_class, tier, as_range(rows)] != CopyState.ABSENT]
                 if len(held):
                     self.free_copies(page_class, tier, held)
         self.table.remove_many(rows)
@@ -112,17 +117,18 @@ class Chain:
         """Frees a span that left the index once no pin and no plan holds it."""
         self.release_unused([row])
 
-    def release_unused(self, rows: list[int]) -> None:
+    def release_unused(self, rows: RowArray | Sequence[int]) -> None:
         """`release_if_unused` for many spans at once; a row may be named twice."""
         table = self.table
         index = np.asarray(rows, np.int64)
-        index = index[table.live[index] & ~table.published[index]]
+        at = as_range(index)
+        index = index[table.live[at] & ~table.published[at]]
         if len(index):
             unused = index[(table.pins[index] == 0) & (table.busy[index] == 0)]
             if len(unused):
-                self.free_spans(np.fromiter(dict.fromkeys(unused.tolist()), np.int64))
+                self.free_spans(np.unique(unused))
 
-    def unpin(self, rows: list[int]) -> None:
+    def unpin(self, rows: RowArray | Sequence[int]) -> None:
         """Takes one pin from each row and frees those that nothing keeps."""
         self.table.unpin(rows)
         self.release_unused(rows)
@@ -152,7 +158,7 @@ class Group:
         }
         self.key_bytes = 0
         self.chains: list[Chain] = []
-        self.writeback: list[deque[int]] = []
+        self.writeback: list[RowQueue] = []
         self.declined: list[deque[int]] = []
         self.unwritten: list[list[int]] = []
         self.blocked: set[int] = set()
@@ -166,7 +172,7 @@ class Group:
         self.key_bytes = key_bytes
         reads_host = self.spec.sparse is not None
         self.chains = [Chain(spec, self.pools, key_bytes, reads_host=reads_host) for spec in self.spec.chains]
-        self.writeback = [deque() for _ in self.chains]
+        self.writeback = [RowQueue() for _ in self.chains]
         self.declined = [deque() for _ in self.chains]
         self.unwritten = [[] for _ in self.chains]
 
@@ -183,11 +189,11 @@ class Group:
         """Position of a page class in its chain."""
         return next(i for i, c in enumerate(chain.spec.classes) if c.name == name)
 
-    def generations(self, chain: Chain, rows: list[int]) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    def generations(self, chain: Chain, rows: Sequence[int]) -> npt.NDArray[np.uint32]:
         """Generations of the device pages of the rows, class by class, in table order; uint32."""
+        index = np.asarray(rows, np.int64)
         parts = [
-            chain.pool(c, DEVICE).spaces[chain.spec.classes[c].name].generation[chain.table.page_list(c, DEVICE, row)]
-            for c in range(len(chain.spec.classes))
-            for row in rows
+            chain.pool(c, DEVICE).spaces[page_class.name].generation[chain.table.page_lists(c, DEVICE, index)]
+            for c, page_class in enumerate(chain.spec.classes)
         ]
-        return np.concatenate(parts) if parts else np.empty(0, np.uint32)
+        return np.concatenate(parts)

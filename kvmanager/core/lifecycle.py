@@ -6,6 +6,7 @@ import numpy as np
 
 from kvmanager.core.events import Opened
 from kvmanager.core.request import Phase, Request
+from kvmanager.core.rows import RowList
 from kvmanager.core.sessions import leave_session
 from kvmanager.core.spans import DEVICE, NO_SPAN
 from kvmanager.core.state import State
@@ -49,10 +50,11 @@ def drop_request(state: State, request: Request) -> None:
         request.hot = np.empty(0, np.int64)
     del state.engine_of(request).requests[request.request_id]
     for part in request.chains:
-        part.chain.index.touch([*part.rows, *part.anchors], state.now)
-        part.chain.table.unanchor(part.anchors)
-        part.chain.unpin([*reversed(part.rows), *part.anchors])
-        part.rows, part.anchors, part.anchor = [], [], NO_SPAN
+        held = np.concatenate((part.rows.array, part.anchors.array)) if len(part.anchors) else part.rows[:]
+        part.chain.index.touch(held, state.now)
+        part.chain.table.unanchor(part.anchors.array)
+        part.chain.unpin(held)
+        part.rows, part.anchors, part.anchor = RowList(), RowList(), NO_SPAN
     for number, row in request.donors:
         group.chains[number].unpin([row])
     request.donors = []

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvmanager.core.admission import Demands, check, device_slabs_free, growth_promise, span_orders, update_promise
+from kvmanager.core.admission import (
+    Demands,
+    NewSpans,
+    check,
+    device_slabs_free,
+    growth_promise,
+    span_orders,
+    update_promise,
+)
 from kvmanager.core.events import Open, Opened
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.lifecycle import drop_request, opened
@@ -17,11 +25,11 @@ from kvmanager.core.prefix import Match
 from kvmanager.core.pulling import start_pull
 from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.residency import first_resident, take_hot
+from kvmanager.core.rows import RowList, as_range, no_rows
 from kvmanager.core.sessions import begin_turn
 from kvmanager.core.spans import DEVICE, HOST, NO_SPAN, CopyState
 from kvmanager.core.state import Engine, State
 from kvmanager.errors import CapacityError, InvalidArgument, PoolExhausted
-from kvmanager.geometry import TokenOrder
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class _Shape:
     """
 
     match: Match
-    new: list[tuple[int, TokenOrder]]
+    new: NewSpans
     imported: int
 
 
@@ -139,15 +147,15 @@ def _register(state: State, engine: Engine, group: Group, event: Open, shapes: l
     parts = []
     donors = []
     for number, (chain, shape) in enumerate(zip(group.chains, shapes, strict=True)):
-        rows = list(shape.match.spans)
+        rows = shape.match.rows
         chain.table.pin(rows)
         chain.index.touch(rows, state.now)
         if shape.match.donor != NO_SPAN:
             chain.table.pin([shape.match.donor])
             chain.index.touch([shape.match.donor], state.now)
             donors.append((number, shape.match.donor))
-        anchor = rows[-1] if rows else NO_SPAN
-        parts.append(RequestChain(chain, rows, len(rows), [], anchor, len(rows)))
+        anchor = int(rows[-1]) if len(rows) else NO_SPAN
+        parts.append(RequestChain(chain, RowList(rows), len(rows), RowList(), anchor, len(rows)))
     first = shapes[0].match
     request = Request(
         engine.name,
@@ -175,13 +183,13 @@ def _register(state: State, engine: Engine, group: Group, event: Open, shapes: l
 def _demands(group: Group, request: Request, shapes: list[_Shape]) -> Demands:
     demands = Demands()
     for chain, shape in zip(group.chains, shapes, strict=True):
-        pages = sum(chain.spec.span_pages(order) for _, order in shape.new)
+        pages = int(shape.new.widths(chain.spec).sum())
         end = _end_token(chain, shape)
         for c, page_class in enumerate(chain.spec.classes):
             if group.spec.sparse is not None and page_class.name == group.spec.sparse.latent_class:
                 _demand_latents(group, chain, shape, demands)
                 continue
-            missing = chain.widths(chain.absent(c, DEVICE, shape.match.spans)).sum()
+            missing = chain.widths(chain.absent(c, DEVICE, shape.match.rows)).sum()
             demands.add_now(page_class.device_pool, page_class.name, pages + int(missing))
         for pool, slabs in growth_promise(group, chain.spec, request.most_tokens - end).items():
             demands.of(pool).later_slabs += slabs
@@ -189,10 +197,9 @@ def _demands(group: Group, request: Request, shapes: list[_Shape]) -> Demands:
 
 
 def _end_token(chain: Chain, shape: _Shape) -> int:
-    if not shape.new:
+    if len(shape.new) == 0:
         return shape.match.segments * chain.spec.page_rows
-    first, order = shape.new[-1]
-    return first + chain.spec.span_tokens(order)
+    return int(shape.new.ends(chain.spec)[-1])
 
 
 def _demand_latents(group: Group, chain: Chain, shape: _Shape, demands: Demands) -> None:
@@ -202,30 +209,30 @@ def _demand_latents(group: Group, chain: Chain, shape: _Shape, demands: Demands)
     c = group.class_index(chain, sparse.latent_class)
     page_class = chain.spec.classes[c]
     tail = _tail_start(group, chain, shape)
-    resident = sum(chain.spec.span_pages(order) for _, order in shape.new[tail:])
+    resident = int(shape.new.widths(chain.spec)[tail:].sum())
     demands.add_now(page_class.device_pool, page_class.name, resident)
     demands.of(page_class.device_pool).later_slabs += sparse.hot_slabs
-    host = sum(chain.spec.span_pages(order) for _, order in shape.new)
-    host += int(chain.widths(chain.absent(c, HOST, shape.match.spans)).sum())
+    host = int(shape.new.widths(chain.spec).sum())
+    host += int(chain.widths(chain.absent(c, HOST, shape.match.rows)).sum())
     demands.of(page_class.host_pool).later_slabs += host
 
 
 def _tail_start(group: Group, chain: Chain, shape: _Shape) -> int:
     """First of the new spans that must be resident: what the engine writes itself never starts on the host."""
-    ends = [first + chain.spec.span_tokens(order) for first, order in shape.new]
-    widths = [chain.spec.span_pages(order) for _, order in shape.new]
+    ends, widths = shape.new.ends(chain.spec).tolist(), shape.new.widths(chain.spec).tolist()
     assert group.spec.sparse is not None
     return first_resident(ends, widths, shape.imported, group.spec.sparse.tail_pages)
 
 
 def _take_pages(state: State, group: Group, request: Request, shapes: list[_Shape]) -> None:
     for part, shape in zip(request.chains, shapes, strict=True):
-        if shape.new:
-            firsts = np.asarray([first for first, _ in shape.new], np.int64)
-            orders = [order for _, order in shape.new]
-            rows = part.chain.table.add_many(firsts, orders, state.now, request.namespace)
+        new = shape.new
+        if len(new):
+            rows = part.chain.table.add_many(
+                new.first_tokens, new.segments, new.interleave, state.now, request.namespace
+            )
             part.chain.table.pin(rows)
-            part.rows += rows.tolist()
+            part.rows.extend(rows)
         for c in range(len(part.chain.spec.classes)):
             _take_class(state, group, request, part, c, shape)
 
@@ -235,14 +242,13 @@ def _take_class(
 ) -> None:
     """Device pages for the new spans of one class; latent pages of a sparse group partly on the host."""
     chain, name = part.chain, part.chain.spec.classes[page_class].name
-    new = part.rows[part.shared :]
-    host_rows: list[int] = []
+    new = part.rows.array[part.shared :]
+    host_rows = no_rows()
     if group.spec.sparse is not None and name == group.spec.sparse.latent_class:
-        host_rows = _host_placed(group, request, part, page_class, shape)
-    on_host = set(host_rows)
-    placed = [(DEVICE, [row for row in new if row not in on_host]), (HOST, host_rows)]
+        host_rows = np.asarray(_host_placed(group, request, part, page_class, shape), np.int64)
+    placed = [(DEVICE, new[~np.isin(new, host_rows)] if len(host_rows) else new), (HOST, host_rows)]
     for tier, rows in placed:
-        if not rows:
+        if len(rows) == 0:
             continue
         needed = int(chain.widths(rows).sum())
         pool = chain.pool(page_class, tier)
@@ -256,7 +262,7 @@ def _take_class(
                 retry_after_ns=state.limits.retry_after_ns,
             )
         chain.put_many(page_class, tier, rows, pages)
-    reads_host = host_rows or len(chain.absent(page_class, DEVICE, part.rows[: part.shared]))
+    reads_host = len(host_rows) or len(chain.absent(page_class, DEVICE, part.rows.array[: part.shared]))
     if group.spec.sparse is not None and name == group.spec.sparse.latent_class and reads_host:
         take_hot(state, group, request)
 
@@ -280,7 +286,7 @@ def _host_placed(
     set_aside = pool.promised_slabs + pool.slabs_needed(indexers) + sparse.hot_slabs + growth + sum(widths[tail:])
     room = device_slabs_free(group, pool) - set_aside
     placed = []
-    for row, width in zip(new[:tail], widths[:tail], strict=True):
+    for row, width in zip(new[:tail].tolist(), widths[:tail], strict=True):
         if width <= room:
             room -= width
         else:
@@ -304,13 +310,13 @@ def _onboard_missing(state: State, group: Group, request: Request, number: int) 
     chain = part.chain
     who = (request.engine, request.epoch, request.request_id)
     for c in range(len(chain.spec.classes)):
-        shared = np.asarray(part.rows[: part.shared], np.int64)
-        for row in shared[chain.table.copies[c, DEVICE, shared] == CopyState.FILLING].tolist():
+        shared = part.rows.array[: part.shared]
+        for row in shared[chain.table.copies[c, DEVICE, as_range(shared)] == CopyState.FILLING].tolist():
             under_way = onboard_in_flight(state, group, number, row)
             assert under_way is not None, "a published span is being filled by nobody"
             under_way[1].waiters.append(who)
             request.waiting_on.add(under_way[0])
-        absent = chain.absent(c, DEVICE, part.rows[: part.shared]).tolist()
+        absent = chain.absent(c, DEVICE, part.rows.array[: part.shared]).tolist()
         if not absent:
             continue
         name = chain.spec.classes[c].name

@@ -1,36 +1,70 @@
 """The prefix index of one chain: from chained segment keys to spans.
 
-Keys are chained, so the last key of a span names the whole prefix that ends there. A flat table of
-span-end keys therefore holds the tree: no edges to split or join, no recursion. `heads` finds, by its
-first key, a span that shares only its first segments with a prompt (reuse inside a span).
-
-The predecessors of a published span are published too. Where all spans are of one size, the boundaries that a
-prompt reaches are therefore its first few, and how many is found by halving.
+Spans that follow one another are held as runs, so that a long prompt is found, published and forgotten with a few
+array operations, and never span by span. A run is a path without a fork: every span in it is the parent of the
+next. Keys are chained, so a run need not be split where another prompt leaves it: the other's first key names the
+whole prefix, and `heads` finds it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import chain, islice
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvmanager.core.rows import RowArray, as_range, no_rows
 from kvmanager.core.spans import NO_SPAN, SpanTable
+
+Keys = bytes | bytearray
 
 
 @dataclass(frozen=True)
 class Match:
-    """The longest known prefix: whole spans, then at most one donor whose first segments agree."""
+    """The longest known prefix: whole spans (`rows`, int64), then at most one donor whose first segments agree."""
 
-    spans: tuple[int, ...]
+    rows: RowArray
     segments: int
     donor: int = NO_SPAN
     donor_segments: int = 0
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """The rows as integers."""
+        return tuple(self.rows.tolist())
+
+
+@dataclass
+class Run:
+    """Spans of one size that follow each other: full ones, or a single one that is not full yet.
+
+    at: segments before the first. parent: the span before it. rows: int64, of which the first `spans` count.
+    """
+
+    namespace: int
+    segments: int
+    at: int
+    parent: int
+    rows: RowArray
+    spans: int
+
+    @property
+    def end(self) -> int:
+        """Segments up to its end."""
+        return self.at + self.spans * self.segments
+
+    def append(self, rows: RowArray) -> None:
+        """More spans at the end."""
+        spans = self.spans + len(rows)
+        if spans > len(self.rows):
+            # Room for as many again: a running request adds one span after the other.
+            self.rows = np.concatenate((self.rows[: self.spans], rows, np.full(spans, NO_SPAN, np.int64)))
+        else:
+            self.rows[self.spans : spans] = rows
+        self.spans = spans
 
 
 @dataclass(frozen=True)
@@ -46,122 +80,137 @@ _Paths = dict[int, tuple[int, int]]
 """Boundary (in segments) -> the span that ends there, and where it starts."""
 
 
-def _path(paths: _Paths, at: int) -> tuple[int, ...]:
+def _path(paths: _Paths, at: int) -> RowArray:
     """The spans that lead to a boundary."""
     rows = []
     while at:
         row, at = paths[at]
         rows.append(row)
-    return tuple(reversed(rows))
+    return np.asarray(rows[::-1], np.int64)
 
 
 class PrefixIndex:
-    """Published spans of a `SpanTable`.
+    """Published spans of a `SpanTable`, whose columns `run` and `place` say where each is.
 
-    ends: (namespace, last key) of a full span -> its row (one canonical row a key).
-    heads: (namespace, first key) of a published span -> rows, full or partial.
+    runs: number -> run. heads: (namespace, first key) -> runs that begin with it, oldest first.
     sizes: segments of a span -> published spans as large.
     """
 
     def __init__(self, table: SpanTable, key_bytes: int) -> None:
         self.table = table
         self.key_bytes = key_bytes
-        self.ends: dict[tuple[int, bytes], int] = {}
+        self.runs: dict[int, Run] = {}
         self.heads: dict[tuple[int, bytes], list[int]] = {}
         self.sizes: Counter[int] = Counter()
+        self._next_run = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The rows of both tables; their keys are the rows' own."""
-        stored = dict(vars(self))
-        stored["ends"] = np.fromiter(self.ends.values(), np.int64, len(self.ends))
-        stored["heads"] = (
-            np.fromiter(chain.from_iterable(self.heads.values()), np.int64),
-            np.fromiter(map(len, self.heads.values()), np.int64, len(self.heads)),
-        )
-        return stored
+    # -------------------------------------------------------------------------------- looking
 
-    def __setstate__(self, stored: dict[str, Any]) -> None:
-        vars(self).update(stored)
-        width, keys, namespaces = self.key_bytes, self.table.keys, self.table.namespace.tolist()
-        self.ends = {(namespaces[row], keys[row][-width:]): row for row in stored["ends"].tolist()}
-        rows, counts = (part.tolist() for part in stored["heads"])
-        named = iter(rows)
-        listed = (list(islice(named, count)) for count in counts)
-        self.heads = {(namespaces[some[0]], keys[some[0]][:width]): some for some in listed}
-
-    def _first(self, row: int) -> tuple[int, bytes]:
-        return int(self.table.namespace[row]), self.table.keys[row][: self.key_bytes]
-
-    def _last(self, row: int) -> tuple[int, bytes]:
-        return int(self.table.namespace[row]), self.table.keys[row][-self.key_bytes :]
-
-    def match(self, keys: bytes, segments: int, namespace: int = 0) -> Match:
+    def match(self, keys: Keys, segments: int, namespace: int = 0) -> Match:
         """The longest prefix of the first `segments` keys. Reads only; touches and pins nothing."""
         if len(self.sizes) == 1:
-            whole = self._halve(keys, segments, namespace)
-            donor = self._best_donor(keys, whole.segments, segments, namespace)
-            return whole if donor is None else Match(whole.spans, whole.segments, donor.row, donor.common)
+            rows, at = self._descend(keys, 0, segments, NO_SPAN, namespace, next(iter(self.sizes)))
+            donor = self._best_donor(keys, at, segments, int(rows[-1]) if len(rows) else NO_SPAN, namespace)
+            return Match(rows, at) if donor is None else Match(rows, at, donor.row, donor.common)
         paths, best = self._walk(keys, segments, namespace)
         if best.at + best.common > max(paths):
             return Match(_path(paths, best.at), best.at, best.row, best.common)
-        return self._whole(paths)
+        return Match(_path(paths, max(paths)), max(paths))
 
-    def match_whole(self, keys: bytes, segments: int, namespace: int = 0) -> Match:
+    def match_whole(self, keys: Keys, segments: int, namespace: int = 0) -> Match:
         """The longest prefix that whole spans make up; as `match`, without a donor."""
         if len(self.sizes) == 1:
-            return self._halve(keys, segments, namespace)
-        return self._whole(self._walk(keys, segments, namespace)[0])
+            return Match(*self._descend(keys, 0, segments, NO_SPAN, namespace, next(iter(self.sizes))))
+        paths = self._walk(keys, segments, namespace)[0]
+        return Match(_path(paths, max(paths)), max(paths))
 
-    def _halve(self, keys: bytes, segments: int, namespace: int) -> Match:
-        """`match_whole` where all published spans have one size: boundaries are known up to some point, then none."""
-        width = self.key_bytes
-        assert len(keys) >= segments * width
-        size = next(iter(self.sizes))
-        stride = size * width
-        ends = self.ends
-        known, unknown = 0, segments // size + 1
-        row = NO_SPAN
-        while unknown - known > 1:
-            middle = (known + unknown) // 2
-            found = ends.get((namespace, keys[middle * stride - width : middle * stride]), NO_SPAN)
-            if found == NO_SPAN:
-                unknown = middle
-            else:
-                known, row = middle, found
-        # One element at a time, a view of the memory is read faster than the array.
-        parents = self.table.parent.data
-        spans = []
-        while row != NO_SPAN:
-            spans.append(row)
-            row = parents[row]
-        if len(spans) != known:
-            return self._whole(self._walk(keys, segments, namespace)[0])  # whoever made these keys did not chain them
-        spans.reverse()
-        return Match(tuple(spans), known * size)
+    def follow(self, keys: Keys, rows: RowArray, parent: int) -> RowArray:
+        """Published spans equal to the first of `rows`: the longest path below `parent`.
 
-    def _best_donor(self, keys: bytes, at: int, segments: int, namespace: int) -> _Donor | None:
-        """The span behind boundary `at` with the most segments in common; the newest of equals."""
+        `keys`: those of the whole prompt; `rows`: full spans of one size that follow `parent`.
+        """
+        at = self.end(parent)
+        size = int(self.table.segments[rows[0]])
+        stop = at + len(rows) * size
+        return self._descend(keys, at, stop, parent, int(self.table.namespace[rows[0]]), size)[0]
+
+    def end(self, row: int) -> int:
+        """Segments up to the end of a published span; 0 at the root."""
+        if row == NO_SPAN:
+            return 0
+        run = self.runs[int(self.table.run[row])]
+        return run.at + (int(self.table.place[row]) + 1) * run.segments
+
+    def _descend(
+        self, keys: Keys, at: int, stop: int, parent: int, namespace: int, size: int
+    ) -> tuple[RowArray, int]:
+        """Full spans of one size below `parent` that agree with keys [at, stop), and how far they reach.
+
+        Equal spans are published once below a parent, so there is one way on at most.
+        """
         width = self.key_bytes
+        assert len(keys) >= stop * width
+        wanted = np.frombuffer(keys, np.uint64, stop * width // 8) if stop else np.empty(0, np.uint64)
+        found: list[RowArray] = []
+        while stop - at >= size:
+            step = no_rows()
+            for rows in self._next(keys[at * width : (at + 1) * width], at, parent, namespace):
+                if self.table.segments[rows[0]] == size and self.table.full(int(rows[0])):
+                    step = self._common_spans(rows, wanted[at * width // 8 :], size)
+                    if len(step):
+                        break
+            if len(step) == 0:
+                break
+            found.append(step)
+            at += len(step) * size
+            parent = int(step[-1])
+        return np.concatenate([no_rows(), *found]), at
+
+    def _next(self, key: Keys, at: int, parent: int, namespace: int) -> Iterator[RowArray]:
+        """The ways on from `parent`, which ends at `at`: the rest of its run, and runs below it under the key."""
+        if parent != NO_SPAN:
+            run = self.runs[int(self.table.run[parent])]
+            place = int(self.table.place[parent]) + 1
+            if place < run.spans:
+                yield run.rows[place : run.spans]
+        for number in self.heads.get((namespace, bytes(key)), ()):
+            run = self.runs[number]
+            if run.parent == parent and run.at == at:
+                yield run.rows[: run.spans]
+
+    def _common_spans(self, rows: RowArray, wanted: npt.NDArray[np.uint64], size: int) -> RowArray:
+        """The leading rows whose keys all agree with the wanted ones."""
+        words = size * self.key_bytes // 8
+        some = min(len(rows), len(wanted) // words)
+        texts, wanted = self.table.keys, wanted[: some * words].reshape(some, words)
+        if some == 0 or not np.array_equal(texts.words(rows[:1], words), wanted[:1]):
+            return rows[:0]  # the first decides mostly, and looking at all is dear
+        same = texts.words(rows[:some], words) == wanted
+        if same.all():
+            return rows[:some]
+        return rows[: int(np.argmin(same.all(axis=1)))]
+
+    def _best_donor(self, keys: Keys, at: int, segments: int, parent: int, namespace: int) -> _Donor | None:
+        """The span behind `parent` with the most segments in common; the newest of equals."""
         best: _Donor | None = None
+        width = self.key_bytes
         if at < segments:
-            for row in self.heads.get((namespace, keys[at * width : (at + 1) * width]), ()):
+            for rows in self._next(keys[at * width : (at + 1) * width], at, parent, namespace):
+                row = int(rows[0])
                 common = self._common(row, keys, at, segments)
-                if best is None or common >= best.common:
+                if common and (best is None or common >= best.common):
                     best = _Donor(at, common, row)
         return best
 
-    def _whole(self, paths: _Paths) -> Match:
-        return Match(_path(paths, max(paths)), max(paths))
-
-    def _walk(self, keys: bytes, segments: int, namespace: int) -> tuple[_Paths, _Donor]:
+    def _walk(self, keys: Keys, segments: int, namespace: int) -> tuple[_Paths, _Donor]:
         """Every boundary that whole spans reach, and the best donor.
 
         Spans of several orders may cover the same tokens, so there can be more than one way on: boundaries are
-        looked at in ascending order, and each keeps the first way to it.
+        looked at in ascending order, and each keeps the first way to it. What begins inside a run needs no look of
+        its own, for the whole run lies behind its first key.
         """
         width = self.key_bytes
         assert len(keys) >= segments * width
-        table = self.table
         paths: _Paths = {0: (NO_SPAN, 0)}
         donor = _Donor(0, 0, NO_SPAN)
         waiting = [0]
@@ -169,21 +218,31 @@ class PrefixIndex:
             at = heappop(waiting)
             if at >= segments:
                 break
-            for row in self.heads.get((namespace, keys[at * width : (at + 1) * width]), ()):
-                common = self._common(row, keys, at, segments)
-                if common == table.segments[row]:
-                    if at + common not in paths:
-                        paths[at + common] = (row, at)
-                        heappush(waiting, at + common)
-                elif at + common >= donor.at + donor.common:
-                    donor = _Donor(at, common, row)
+            for number in self.heads.get((namespace, bytes(keys[at * width : (at + 1) * width])), ()):
+                if self.runs[number].at == at:
+                    donor = self._walk_run(self.runs[number], keys, segments, paths, waiting, donor)
         return paths, donor
 
-    def _common(self, row: int, keys: bytes, at: int, segments: int) -> int:
+    def _walk_run(
+        self, run: Run, keys: Keys, segments: int, paths: _Paths, waiting: list[int], donor: _Donor
+    ) -> _Donor:
+        """Notes the boundaries that a run reaches; returns the better donor."""
+        at = run.at
+        for row in run.rows[: run.spans].tolist():
+            common = self._common(row, keys, at, segments)
+            if common < run.segments:
+                return _Donor(at, common, row) if common and at + common >= donor.at + donor.common else donor
+            if at + common not in paths:
+                paths[at + common] = (row, at)
+                heappush(waiting, at + common)
+            at += common
+        return donor
+
+    def _common(self, row: int, keys: Keys, at: int, segments: int) -> int:
         """Leading valid segments of the span that equal the prompt's from segment `at` on."""
         width = self.key_bytes
         mine = self.table.keys[row]
-        most = min(int(self.table.valid[row]), segments - at)
+        most = max(min(int(self.table.valid[row]), segments - at), 0)
         if mine[: most * width] == keys[at * width : (at + most) * width]:
             return most
         common = 0
@@ -191,9 +250,16 @@ class PrefixIndex:
             common += 1
         return common
 
-    def canonical(self, row: int) -> int:
-        """The published span that stands for a full span's prefix, itself or an equal one; NO_SPAN if none."""
-        return self.ends.get(self._last(row), NO_SPAN)
+    def canonical(self, row: int, parent: int) -> int:
+        """The other published span below `parent` that equals a full one; NO_SPAN if none."""
+        mine, table = self.table.keys[row], self.table
+        for rows in self._next(mine[: self.key_bytes], self.end(parent), parent, int(table.namespace[row])):
+            other = int(rows[0])
+            if other != row and table.segments[other] == table.segments[row] and table.keys[other] == mine:
+                return other
+        return NO_SPAN
+
+    # ------------------------------------------------------------------------------- changing
 
     def publish(self, row: int, parent: int) -> None:
         """Makes a span findable below `parent` (its canonical predecessor, NO_SPAN at the root)."""
@@ -206,97 +272,109 @@ class PrefixIndex:
         if parent != NO_SPAN:
             table.children[parent] += 1
             table.last_used[row] = min(int(table.last_used[row]), int(table.last_used[parent]))
-        self.heads.setdefault(self._first(row), []).append(row)
         self.sizes[int(table.segments[row])] += 1
-        if table.full(row):
-            self.complete(row)
+        rows = np.asarray([row], np.int64)
+        if not (table.full(row) and self._lengthen(rows, parent)):
+            self._begin(rows, parent)
 
-    def publish_run(self, rows: Sequence[int], parent: int, ends: Sequence[tuple[int, bytes]]) -> None:
-        """`publish` for full spans that follow each other below `parent`.
-
-        `ends`: (namespace, last key) of each, distinct and none of them known.
-        """
+    def publish_run(self, rows: RowArray, parent: int) -> None:
+        """`publish` for full spans of one size that follow each other below `parent`; the first has no equal there."""
         table = self.table
-        index = np.asarray(rows, np.int64)
-        assert not table.published[index].any()
-        assert (table.valid[index] == table.segments[index]).all()
+        at = as_range(rows)
+        assert not table.published[at].any()
+        assert (table.valid[at] == table.segments[at]).all()
+        assert (table.segments[at] == table.segments[rows[0]]).all()
         assert parent == NO_SPAN or table.published[parent]
-        table.published[index] = True
-        table.parent[index[0]] = parent
-        table.parent[index[1:]] = index[:-1]
-        table.children[index[:-1]] += 1
+        assert self.canonical(int(rows[0]), parent) == NO_SPAN, "a span's prefix is known already"
+        table.published[at] = True
+        table.parent[at] = np.concatenate(([parent], rows[:-1]))
+        table.children[as_range(rows[:-1])] += 1
+        used = table.last_used[at]
         if parent != NO_SPAN:
             table.children[parent] += 1
-            table.last_used[index[0]] = min(int(table.last_used[index[0]]), int(table.last_used[parent]))
-        table.last_used[index] = np.minimum.accumulate(table.last_used[index])
-        width, keys, heads = self.key_bytes, table.keys, self.heads
-        for row, (namespace, _) in zip(rows, ends, strict=True):
-            first = (namespace, keys[row][:width])
-            if first in heads:
-                heads[first].append(row)
-            else:
-                heads[first] = [row]
-        self.sizes.update(table.segments[index].tolist())
-        known = len(self.ends)
-        self.ends.update(zip(ends, rows, strict=True))
-        assert len(self.ends) == known + len(rows), "a span's prefix is known already"
+            used[0] = min(int(used[0]), int(table.last_used[parent]))
+        table.last_used[at] = np.minimum.accumulate(used)
+        self.sizes[int(table.segments[rows[0]])] += len(rows)
+        if not self._lengthen(rows, parent):
+            self._begin(rows, parent)
+
+    def _lengthen(self, rows: RowArray, parent: int) -> bool:
+        """Adds full spans to the run that ends with `parent`; False when there is none of their kind."""
+        if parent == NO_SPAN:
+            return False
+        number = int(self.table.run[parent])
+        run = self.runs[number]
+        if self.table.place[parent] != run.spans - 1 or self.table.segments[rows[0]] != run.segments:
+            return False
+        assert self.table.namespace[rows[0]] == run.namespace
+        self._set_places(rows, number, run.spans)
+        run.append(rows)
+        return True
+
+    def _begin(self, rows: RowArray, parent: int) -> None:
+        """A new run below `parent`."""
+        number, self._next_run = self._next_run, self._next_run + 1
+        first = int(rows[0])
+        namespace = int(self.table.namespace[first])
+        run = Run(namespace, int(self.table.segments[first]), self.end(parent), parent, rows.copy(), len(rows))
+        self.runs[number] = run
+        self.heads.setdefault((namespace, self.table.keys[first][: self.key_bytes]), []).append(number)
+        self._set_places(rows, number, 0)
+
+    def _set_places(self, rows: RowArray, number: int, first: int) -> None:
+        at = as_range(rows)
+        self.table.run[at] = number
+        self.table.place[at] = np.arange(first, first + len(rows), dtype=np.int32)
 
     def complete(self, row: int) -> None:
         """A published span became full: it can have children from now on."""
-        key = self._last(row)
-        assert key not in self.ends
-        self.ends[key] = row
+        rows, parent = np.asarray([row], np.int64), int(self.table.parent[row])
+        number = int(self.table.run[row])
+        if self._lengthen(rows, parent):
+            self._forget_run(number, row)
 
     def unpublish(self, row: int) -> None:
         """Takes a childless span out of the index; its pages are the caller's."""
-        table = self.table
-        assert table.published[row]
-        assert table.children[row] == 0
-        table.published[row] = False
-        if (parent := int(table.parent[row])) != NO_SPAN:
-            table.children[parent] -= 1
-        table.parent[row] = NO_SPAN
-        self._forget_size(int(table.segments[row]), 1)
-        self._forget_keys(row)
+        self.unpublish_many(np.asarray([row], np.int64))
 
-    def unpublish_many(self, rows: npt.NDArray[np.int64]) -> None:
+    def unpublish_many(self, rows: RowArray) -> None:
         """`unpublish` for distinct spans, children before their parents."""
         table = self.table
+        if len(rows) == 0:
+            return
         assert table.published[rows].all()
         parents = table.parent[rows]
         np.subtract.at(table.children, parents[parents != NO_SPAN], 1)
         assert not table.children[rows].any()
         table.published[rows] = False
         table.parent[rows] = NO_SPAN
-        for row in rows.tolist():
-            self._forget_keys(row)
-        for segments, count in Counter(table.segments[rows].tolist()).items():
-            self._forget_size(segments, count)
+        for number, count in _counted(table.run[rows]):
+            run = self.runs[number]
+            run.spans -= count
+            self.sizes[run.segments] -= count
+            if self.sizes[run.segments] == 0:
+                del self.sizes[run.segments]
+            if run.spans == 0:
+                self._forget_run(number, int(run.rows[0]))
 
-    def _forget_keys(self, row: int) -> None:
-        first = self._first(row)
-        rows = self.heads[first]
-        rows.remove(row)
-        if not rows:
-            del self.heads[first]
-        last = self._last(row)
-        if self.ends.get(last) == row:
-            del self.ends[last]
+    def _forget_run(self, number: int, first: int) -> None:
+        run = self.runs.pop(number)
+        key = run.namespace, self.table.keys[first][: self.key_bytes]
+        self.heads[key].remove(number)
+        if not self.heads[key]:
+            del self.heads[key]
 
-    def _forget_size(self, segments: int, count: int) -> None:
-        self.sizes[segments] -= count
-        if self.sizes[segments] == 0:
-            del self.sizes[segments]
-
-    def touch(self, rows: list[int], now: int) -> None:
+    def touch(self, rows: RowArray | Sequence[int], now: int) -> None:
         """Marks spans as used, and all before them: a parent is never older than its child."""
         table = self.table
         named = np.asarray(rows, np.int64)
         while len(named):
-            table.last_used[named] = now
-            parents = table.parent[named]
+            at = as_range(named)
+            table.last_used[at] = now
+            parents = table.parent[at]
             parents = parents[parents != NO_SPAN]
-            named = np.unique(parents[table.last_used[parents] < now])
+            parents = parents[table.last_used[as_range(parents)] < now]
+            named = np.unique(parents) if len(parents) else parents
 
     def descendants(self, row: int) -> list[int]:
         """Published spans below `row`, children before their parents (so they can be unpublished in order)."""
@@ -310,3 +388,11 @@ class PrefixIndex:
                 below.add(candidate)
                 found.append(candidate)
         return found[::-1]
+
+
+def _counted(numbers: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
+    """(number, how often it occurs), ascending."""
+    if (numbers == numbers[0]).all():
+        return [(int(numbers[0]), len(numbers))]
+    found, counts = np.unique(numbers, return_counts=True)
+    return list(zip(found.tolist(), counts.tolist(), strict=True))

@@ -19,7 +19,7 @@ def start_pull(state: State, engine: Engine, event: Open) -> None:
     request = engine.requests[event.request_id]
     request.cached_tokens = max(request.cached_tokens, event.ticket.committed_tokens)
     part = request.chains[0]
-    rows = part.rows[part.shared :]
+    rows = part.rows[part.shared :].tolist()
     start = int(part.chain.table.first_token[rows[0]]) if rows else event.prompt_tokens
     if start >= event.ticket.committed_tokens:
         state.effects.append(AbandonTicket(event.ticket))

@@ -11,6 +11,7 @@ import numpy as np
 from kvmanager.core.events import SpanRunTable
 from kvmanager.core.group import Chain
 from kvmanager.core.plans import CopyPlan
+from kvmanager.core.rows import RowList, as_range
 from kvmanager.core.spans import DEVICE, HOST, NO_OWNER, NO_PAGE, NO_SPAN, CopyState
 from kvmanager.geometry import Int64Array
 
@@ -33,16 +34,16 @@ class RequestChain:
     """
 
     chain: Chain
-    rows: list[int] = field(default_factory=list)
+    rows: RowList = field(default_factory=RowList)
     shared: int = 0
-    anchors: list[int] = field(default_factory=list)
+    anchors: RowList = field(default_factory=RowList)
     anchor: int = NO_SPAN
     settled: int = 0
 
     @property
     def end_token(self) -> int:
         """Positions [0, end) have pages."""
-        if not self.rows:
+        if len(self.rows) == 0:
             return 0
         last = self.rows[-1]
         return int(self.chain.table.first_token[last]) + self.chain.spec.span_tokens(self.chain.table.order(last))
@@ -56,14 +57,14 @@ class RequestChain:
 
     def first_page(self, ordinal: int) -> int:
         """Page ordinal, within the request, of the first page of its `ordinal`-th span."""
-        return int(self.chain.widths(self.rows[:ordinal]).sum())
+        return int(self.chain.widths(self.rows.array[:ordinal]).sum())
 
     def table_from(self, first: int) -> SpanRunTable:
         """The spans from ordinal `first` on, as the worker needs them; host pages only where the copy has landed."""
         spec, table = self.chain.spec, self.chain.table
-        rows = self.rows[first:]
-        index = np.asarray(rows, np.int64)
-        keep = np.arange(table.widest) < self.chain.widths(index).reshape(-1, 1)
+        rows = self.rows.array[first:]
+        index = as_range(rows)
+        keep = np.arange(table.widest) < self.chain.widths(rows).reshape(-1, 1)
         pages: dict[str, tuple[Int64Array, Int64Array]] = {}
         for c, page_class in enumerate(spec.classes):
             device = table.pages[c, DEVICE, index]
@@ -73,9 +74,9 @@ class RequestChain:
         return SpanRunTable(
             spec.name,
             first,
-            table.first_token[index],
-            table.segments[index],
-            table.interleave[index],
+            table.first_token[index].copy(),
+            table.segments[index].copy(),
+            table.interleave[index].copy(),
             table.uids[index][keep],
             pages,
         )

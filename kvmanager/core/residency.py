@@ -119,7 +119,7 @@ def _hot_for_all(state: State, engine: Engine, group: Group, row: int, grants: l
 def _resident_from(group: Group, request: Request, part: RequestChain) -> int:
     spec, table = part.chain.spec, part.chain.table
     assert group.spec.sparse is not None
-    widths = part.chain.widths(part.rows).tolist()
+    widths = part.chain.widths(part.rows.array).tolist()
     ends = [int(table.first_token[row]) + spec.span_tokens(table.order(row)) for row in part.rows]
     return first_resident(ends, widths, request.fenced_tokens, group.spec.sparse.tail_pages)
 

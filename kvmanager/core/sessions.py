@@ -9,6 +9,7 @@ from kvmanager.core.eviction import joint_owner
 from kvmanager.core.group import Group
 from kvmanager.core.request import Phase, Request
 from kvmanager.core.return_rate import SessionRecord
+from kvmanager.core.rows import as_range
 from kvmanager.core.spans import NO_OWNER
 from kvmanager.core.state import State
 from kvmanager.geometry import Int64Array
@@ -27,11 +28,12 @@ def begin_turn(state: State, group: Group, request: Request) -> None:
     request.owner = record.number
     for number, part in enumerate(request.chains):
         table = part.chain.table
-        found = np.asarray(part.rows[: part.shared], np.int64)
+        found = part.rows.array[: part.shared]
         _abandon(group, record, number, found)
-        table.owner[found] = joint_owner(table.owner[found], record.number)
-        table.dead[found] = False
-        table.owner[np.asarray(part.rows[part.shared :], np.int64)] = record.number
+        at = as_range(found)
+        table.owner[at] = joint_owner(table.owner[at], record.number)
+        table.dead[at] = False
+        table.owner[as_range(part.rows.array[part.shared :])] = record.number
 
 
 def _abandon(group: Group, record: SessionRecord, number: int, found: Int64Array) -> None:
@@ -55,8 +57,8 @@ def leave_session(state: State, request: Request) -> None:
     record = group.sessions.record(session_key(request.namespace, request.session_id))
     assert record is not None, "a session with an open request is not forgotten"
     for number, part in enumerate(request.chains):
-        rows = np.asarray(part.rows, np.int64)
-        record.paths[number] = (rows, part.chain.table.uids[rows, 0].copy())
+        rows = part.rows[:]
+        record.paths[number] = (rows, part.chain.table.uids[as_range(rows), 0].copy())
     group.sessions.left(record, state.now)
     if request.stop_reason or request.phase is not Phase.CLOSING:
         group.sessions.turn_ended(record, request.stop_reason, state.now)

@@ -8,6 +8,7 @@ from kvmanager.core.admission import promises_hold
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Request, RequestChain
+from kvmanager.core.rows import RowArray, as_range, no_rows
 from kvmanager.core.spans import DEVICE, NO_SPAN, CopyState
 from kvmanager.core.state import State
 
@@ -22,7 +23,8 @@ def publish(state: State, request: Request) -> None:
             part.settled += 1
         full = part.rows[before : part.settled]
         _settle(part.chain, full)
-        group.writeback[number].extend(full)
+        if part.chain.offloads:
+            group.writeback[number].extend(full)
 
 
 def _advance(state: State, request: Request, part: RequestChain) -> bool:
@@ -42,58 +44,62 @@ def _advance(state: State, request: Request, part: RequestChain) -> bool:
 
 
 def _advance_untouched(state: State, request: Request, part: RequestChain) -> None:
-    """Settles the leading spans of which nothing was known and which are full now, run by run."""
+    """Settles the leading spans of which nothing was known and which are full now, those of one size at a time."""
     rows = _newly_full(request, part)
     if len(rows) == 0:
         return
-    table, index = part.chain.table, part.chain.index
-    ends = _take_keys(request, part, rows)
-    known = [end in index.ends for end in ends]
-    if len(set(ends)) < len(ends):
-        known = [True] * len(ends)  # keys that repeat are no chained keys: each is looked at when its turn comes
+    _take_keys(request, part, rows)
     group = state.groups[request.group]
-    at = 0
-    while at < len(rows):
-        if known[at]:
-            _index(group, part, rows[at])
-            part.settled += 1
-            at += 1
-            continue
-        stop = next((i for i in range(at + 1, len(rows)) if known[i]), len(rows))
-        if _findable(part):
-            index.publish_run(rows[at:stop], part.anchor, ends[at:stop])
-            part.anchor = rows[stop - 1]
-        part.settled += stop - at
-        at = stop
-    assert (table.valid[rows] == table.segments[rows]).all()
+    cuts = np.flatnonzero(np.diff(part.chain.table.segments[as_range(rows)])) + 1
+    for alike in np.split(rows, cuts):
+        _index_run(group, request, part, alike)
+        part.settled += len(alike)
 
 
-def _newly_full(request: Request, part: RequestChain) -> list[int]:
+def _index_run(group: Group, request: Request, part: RequestChain, rows: RowArray) -> None:
+    """`_index` for unpublished full spans of one size that follow each other."""
+    index = part.chain.index
+    if not _findable(part):
+        return
+    twins = index.follow(request.keys, rows, part.anchor)
+    if len(twins):
+        _stand_in(group, part, twins)
+        rows = rows[len(twins) :]
+        if part.anchor == NO_SPAN:
+            return
+    if len(rows):
+        index.publish_run(rows, part.anchor)
+        part.anchor = int(rows[-1])
+
+
+def _newly_full(request: Request, part: RequestChain) -> RowArray:
     """The leading unsettled spans with no valid segment so far that are fenced as a whole now."""
-    table, rows = part.chain.table, part.rows[part.settled :]
+    table, rows = part.chain.table, part.rows.array[part.settled :]
     page_rows = part.chain.spec.page_rows
     known = min(request.fenced_tokens // page_rows, len(request.keys) // part.chain.index.key_bytes)
-    if not rows or table.valid[rows[0]] or table.first_token[rows[0]] // page_rows + table.segments[rows[0]] > known:
-        return []
-    index = np.asarray(rows, np.int64)
-    full = (table.valid[index] == 0) & (table.first_token[index] // page_rows + table.segments[index] <= known)
-    return rows if full.all() else rows[: int(np.argmin(full))]
+    if len(rows) == 0 or table.valid[rows[0]]:
+        return no_rows()
+    if int(table.first_token[rows[0]]) // page_rows + int(table.segments[rows[0]]) > known:
+        return no_rows()
+    at = as_range(rows)
+    full = (table.valid[at] == 0) & (table.first_token[at] // page_rows + table.segments[at] <= known)
+    return rows.copy() if full.all() else rows[: int(np.argmin(full))].copy()
 
 
-def _take_keys(request: Request, part: RequestChain, rows: list[int]) -> list[tuple[int, bytes]]:
-    """Gives full spans their keys; returns (namespace, last key) of each."""
+def _take_keys(request: Request, part: RequestChain, rows: RowArray) -> None:
+    """Gives full spans that follow each other their keys."""
     table, width = part.chain.table, part.chain.index.key_bytes
-    index = np.asarray(rows, np.int64)
-    starts = table.first_token[index] // part.chain.spec.page_rows
-    stops = (starts + table.segments[index]) * width
-    base = int(starts[0]) * width
-    text = bytes(request.keys[base : int(stops[-1])])
-    ends = []
-    for row, start, stop in zip(rows, (starts * width - base).tolist(), (stops - base).tolist(), strict=True):
-        table.keys[row] = keys = text[start:stop]
-        ends.append((request.namespace, keys[-width:]))
-    table.valid[index] = table.segments[index]
-    return ends
+    at = as_range(rows)
+    segments = table.segments[at]
+    text = np.frombuffer(request.keys, np.uint8)[int(table.first_token[rows[0]]) // part.chain.spec.page_rows * width :]
+    for size in np.unique(segments).tolist() if segments[0] != segments[-1] else [int(segments[0])]:
+        alike = segments == size
+        first = (np.cumsum(segments) - segments)[alike] * width
+        if alike.all():
+            table.keys.put(rows, text[: len(rows) * size * width].reshape(len(rows), size * width))
+        else:
+            table.keys.put(rows[alike], text[first[:, None] + np.arange(size * width)])
+    table.valid[at] = segments
 
 
 def _findable(part: RequestChain) -> bool:
@@ -111,7 +117,7 @@ def _index(group: Group, part: RequestChain, row: int) -> None:
         if group.spec.sparse is None and not table.published[row]:
             chain.index.publish(row, part.anchor)
         return
-    twin = chain.index.canonical(row)
+    twin = chain.index.canonical(row, part.anchor)
     if twin == NO_SPAN:
         if table.published[row]:
             chain.index.complete(row)
@@ -121,23 +127,37 @@ def _index(group: Group, part: RequestChain, row: int) -> None:
         return
     if table.published[row]:
         chain.index.unpublish(row)
-    table.pin([twin])
-    table.anchor(twin)
+    _stand_in(group, part, np.asarray([twin], np.int64))
+
+
+def _stand_in(group: Group, part: RequestChain, twins: RowArray) -> None:
+    """Equal spans, pinned, stand for the request's own: what follows is published below the last of them."""
+    table = part.chain.table
+    table.pin(twins)
+    table.anchor(twins)
     if promises_hold(group):
-        part.anchors.append(twin)
-        part.anchor = twin
-    else:
-        # The twin's pages were promised to somebody: it stays reclaimable, and what follows here private.
-        table.unanchor([twin])
-        table.unpin([twin])
-        part.anchor = NO_SPAN
+        part.anchors.extend(twins)
+        part.anchor = int(twins[-1])
+        return
+    table.unanchor(twins)
+    table.unpin(twins)
+    for row in np.split(twins, len(twins)):
+        table.pin(row)
+        table.anchor(row)
+        if not promises_hold(group):
+            # The twin's pages were promised to somebody: it stays reclaimable, and what follows here private.
+            table.unanchor(row)
+            table.unpin(row)
+            part.anchor = NO_SPAN
+            return
+        part.anchors.extend(row)
+        part.anchor = int(row[0])
 
 
-def _settle(chain: Chain, rows: list[int]) -> None:
+def _settle(chain: Chain, rows: RowArray) -> None:
     """The spans' own device pages hold final content."""
-    index = np.asarray(rows, np.int64)
     for page_class in range(chain.table.classes):
-        filling = index[chain.table.copies[page_class, DEVICE, index] == CopyState.FILLING]
+        filling = rows[chain.table.copies[page_class, DEVICE, as_range(rows)] == CopyState.FILLING]
         chain.set_states(page_class, DEVICE, filling, CopyState.READY, PageState.READY)
 
 
@@ -145,7 +165,7 @@ def settle_tail(state: State, request: Request) -> None:
     """At the end of a request: a published partial tail is ready as far as it is valid."""
     group = state.groups[request.group]
     for number, part in enumerate(request.chains):
-        for row in part.rows[part.settled :]:
+        for row in part.rows[part.settled :].tolist():
             if part.chain.table.published[row]:
-                _settle(part.chain, [row])
+                _settle(part.chain, np.asarray([row], np.int64))
                 group.writeback[number].append(row)

@@ -6,14 +6,15 @@ All its pages of a class and tier share one fate: `CopyState`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvmanager.allocators.fixed import PageArray
+from kvmanager.core.rows import RowArray, RowList, as_range
+from kvmanager.core.spankeys import SpanKeys
 from kvmanager.geometry import TokenOrder
 
 NO_SPAN = -1
@@ -52,6 +53,7 @@ class SpanTable:
     pages[class, tier]: page indexes, int64[rows, widest], NO_PAGE where none
     uids[row]: content id of each span page, uint64[rows, widest]; given once and never again
     keys[row]: its segment keys so far, concatenated
+    run, place: where the index has it, kept by the index (int32)
     """
 
     def __init__(self, classes: int, widest: int) -> None:
@@ -78,29 +80,17 @@ class SpanTable:
         self.pages = np.zeros((classes, 2, 0, widest), np.int64)
         self.uids = np.zeros((0, widest), np.uint64)
         self.next_uid = 1
-        self.keys: list[bytes] = []
-        self._unused: list[int] = []
+        self.keys = SpanKeys()
+        self.run = np.zeros(0, np.int32)
+        self.place = np.zeros(0, np.int32)
+        self._unused = RowList()  # the last one is taken first
         self._grow(64)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Ten thousands of keys as one text."""
-        stored = dict(vars(self))
-        stored["keys"] = (b"".join(self.keys), np.fromiter(map(len, self.keys), np.int64, len(self.keys)))
-        stored["_unused"] = np.asarray(self._unused, np.int64)
-        return stored
-
-    def __setstate__(self, stored: dict[str, Any]) -> None:
-        vars(self).update(stored)
-        text, lengths = stored["keys"]
-        ends = np.cumsum(lengths)
-        self.keys = [text[start:end] for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
-        self._unused = stored["_unused"].tolist()
 
     def _grow(self, rows: int) -> None:
         old = len(self.live)
         for name in (
             "live", "parent", "children", "first_token", "segments", "interleave", "valid", "pins", "busy",
-            "failures", "anchored", "redundant", "last_used", "namespace", "owner", "dead", "published",
+            "failures", "anchored", "redundant", "last_used", "namespace", "owner", "dead", "published", "run", "place",
         ):
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros(rows, array.dtype))))
@@ -108,14 +98,16 @@ class SpanTable:
         empty = np.full((self.classes, 2, rows, self.widest), NO_PAGE, np.int64)
         self.pages = np.concatenate((self.pages, empty), axis=2)
         self.uids = np.concatenate((self.uids, np.zeros((rows, self.widest), np.uint64)))
-        self.keys.extend([b""] * rows)
-        self._unused.extend(range(old + rows - 1, old - 1, -1))
+        self.keys.grow(rows)
+        older = self._unused[:]
+        self._unused = RowList(np.arange(old + rows - 1, old - 1, -1, dtype=np.int64))
+        self._unused.extend(older)
 
     def add(
         self, first_token: int, order: TokenOrder, now: int, namespace: int = 0, owner: int = NO_OWNER
     ) -> int:
         """A new span with new uids, without pages, keys or pins; returns its row."""
-        if not self._unused:
+        if len(self._unused) == 0:
             self._grow(len(self.live))
         row = self._unused.pop()
         self.live[row] = True
@@ -143,36 +135,41 @@ class SpanTable:
         return row
 
     def add_many(
-        self, first_tokens: PageArray, orders: list[TokenOrder], now: int, namespace: int = 0, owner: int = NO_OWNER
-    ) -> PageArray:
+        self,
+        first_tokens: PageArray,
+        segments: npt.NDArray[np.int32],
+        interleave: npt.NDArray[np.int32],
+        now: int,
+        namespace: int = 0,
+        owner: int = NO_OWNER,
+    ) -> RowArray:
         """`add` for several spans; returns their rows, in order."""
-        count = len(orders)
+        count = len(first_tokens)
         while len(self._unused) < count:
-            older, self._unused = self._unused, []
             self._grow(len(self.live))
-            self._unused += older
-        rows = np.asarray(self._unused[len(self._unused) - count :][::-1], np.int64)
-        del self._unused[len(self._unused) - count :]
-        self.live[rows] = True
-        self.parent[rows] = NO_SPAN
+        rest = len(self._unused) - count
+        rows = self._unused[rest:][::-1].copy()
+        self._unused.shorten(rest)
+        at = as_range(rows)
+        self.live[at] = True
+        self.parent[at] = NO_SPAN
         for column in (
             self.children, self.valid, self.pins, self.busy, self.failures, self.anchored, self.redundant, self.dead,
             self.published,
         ):  # fmt: skip
-            column[rows] = 0
-        self.first_token[rows] = first_tokens
-        self.segments[rows] = [order.segments for order in orders]
-        self.interleave[rows] = [order.interleave for order in orders]
-        self.last_used[rows] = now
-        self.namespace[rows] = namespace
-        self.owner[rows] = owner
-        self.copies[:, :, rows] = CopyState.ABSENT
-        self.pages[:, :, rows] = NO_PAGE
+            column[at] = 0
+        self.first_token[at] = first_tokens
+        self.segments[at] = segments
+        self.interleave[at] = interleave
+        self.last_used[at] = now
+        self.namespace[at] = namespace
+        self.owner[at] = owner
+        self.copies[:, :, at] = CopyState.ABSENT
+        self.pages[:, :, at] = NO_PAGE
         uids = np.arange(self.next_uid, self.next_uid + count * self.widest, dtype=np.uint64)
-        self.uids[rows] = uids.reshape(count, self.widest)
+        self.uids[at] = uids.reshape(count, self.widest)
         self.next_uid += count * self.widest
-        for row in rows.tolist():
-            self.keys[row] = b""
+        self.keys.clear(at)
         return rows
 
     def remove(self, row: int) -> None:
@@ -214,61 +211,73 @@ class SpanTable:
         self.redundant[row] = False
         return pages
 
-    def page_lists(self, page_class: int, tier: int, rows: PageArray) -> PageArray:
+    def page_lists(self, page_class: int, tier: int, rows: RowArray) -> PageArray:
         """`page_list` of several spans, one after the other."""
-        pages: PageArray = self.pages[page_class, tier, rows]
+        pages: PageArray = self.pages[page_class, tier, as_range(rows)]
         held: PageArray = pages[pages != NO_PAGE]
         return held
 
     def put_many(
-        self, page_class: int, tier: int, rows: PageArray, widths: PageArray, pages: PageArray, state: CopyState
+        self, page_class: int, tier: int, rows: RowArray, widths: PageArray, pages: PageArray, state: CopyState
     ) -> None:
         """`put` for distinct spans: the first `widths[0]` pages go to the first of them, and so on."""
-        assert (self.copies[page_class, tier, rows] == CopyState.ABSENT).all()
-        dealt = np.full((len(rows), self.widest), NO_PAGE, np.int64)
-        dealt[np.arange(self.widest) < widths[:, None]] = pages
-        self.pages[page_class, tier, rows] = dealt
-        self.copies[page_class, tier, rows] = state
+        at = as_range(rows)
+        assert (self.copies[page_class, tier, at] == CopyState.ABSENT).all()
+        if len(pages) == len(rows) * self.widest:
+            self.pages[page_class, tier, at] = pages.reshape(len(rows), self.widest)
+        else:
+            dealt = np.full((len(rows), self.widest), NO_PAGE, np.int64)
+            dealt[np.arange(self.widest) < widths[:, None]] = pages
+            self.pages[page_class, tier, at] = dealt
+        self.copies[page_class, tier, at] = state
 
-    def drop_many(self, page_class: int, tier: int, rows: PageArray) -> PageArray:
+    def drop_many(self, page_class: int, tier: int, rows: RowArray) -> PageArray:
         """`drop` for distinct spans, whose pages are returned in order."""
-        assert (self.copies[page_class, tier, rows] != CopyState.ABSENT).all()
+        at = as_range(rows)
+        assert (self.copies[page_class, tier, at] != CopyState.ABSENT).all()
         held = self.page_lists(page_class, tier, rows)
-        self.pages[page_class, tier, rows] = NO_PAGE
-        self.copies[page_class, tier, rows] = CopyState.ABSENT
-        self.redundant[rows] = False
+        self.pages[page_class, tier, at] = NO_PAGE
+        self.copies[page_class, tier, at] = CopyState.ABSENT
+        self.redundant[at] = False
         return held
 
-    def remove_many(self, rows: PageArray) -> None:
-        """`remove` for distinct spans, in order."""
-        assert self.live[rows].all()
-        assert not self.published[rows].any()
-        assert not self.pins[rows].any()
-        assert not self.busy[rows].any()
-        assert (self.copies[:, :, rows] == CopyState.ABSENT).all()
-        self.live[rows] = False
-        self._unused.extend(rows.tolist())
+    def remove_many(self, rows: RowArray) -> None:
+        """`remove` for distinct spans."""
+        ordered = np.sort(rows)
+        at = as_range(ordered)
+        assert self.live[at].all()
+        assert not self.published[at].any()
+        assert not self.pins[at].any()
+        assert not self.busy[at].any()
+        assert (self.copies[:, :, at] == CopyState.ABSENT).all()
+        self.live[at] = False
+        # Taken again in ascending order: spans that follow each other should stand in rows that do.
+        self._unused.extend(ordered[::-1])
 
-    def pin(self, rows: npt.NDArray[np.int64] | list[int]) -> None:
+    def pin(self, rows: RowArray | Sequence[int]) -> None:
         """One more holder for each row (a row may be named twice)."""
-        if len(rows) == 1:
-            self.pins[rows[0]] += 1
-        else:
-            np.add.at(self.pins, np.asarray(rows, np.int64), 1)
+        self._count(self.pins, np.asarray(rows, np.int64), 1)
 
-    def unpin(self, rows: npt.NDArray[np.int64] | list[int]) -> None:
+    def unpin(self, rows: RowArray | Sequence[int]) -> None:
         """One holder less; below zero is our own bug."""
         index = np.asarray(rows, np.int64)
-        np.subtract.at(self.pins, index, 1)
-        assert (self.pins[index] >= 0).all(), "a span was unpinned once too often"
+        self._count(self.pins, index, -1)
+        assert (self.pins[as_range(index)] >= 0).all(), "a span was unpinned once too often"
 
-    def anchor(self, row: int) -> None:
-        """Says that one of the row's pins needs none of its copies."""
-        self.anchored[row] += 1
+    def _count(self, counts: npt.NDArray[np.int32], rows: RowArray, more: int) -> None:
+        at = as_range(rows)
+        if isinstance(at, slice) or len(rows) == 1:
+            counts[at] += more
+        else:
+            np.add.at(counts, rows, more)
 
-    def unanchor(self, rows: list[int]) -> None:
-        """Takes it back, before the pins themselves go (a row may be named twice)."""
-        np.subtract.at(self.anchored, np.asarray(rows, np.int64), 1)
+    def anchor(self, rows: RowArray) -> None:
+        """Says that one pin of each row needs none of its copies (a row may be named twice)."""
+        self._count(self.anchored, rows, 1)
+
+    def unanchor(self, rows: RowArray) -> None:
+        """Takes it back, before the pins themselves go."""
+        self._count(self.anchored, rows, -1)
         assert (self.anchored[rows] >= 0).all(), "a span lost one anchor too many"
 
     def rows(self) -> npt.NDArray[np.int64]:

@@ -15,6 +15,7 @@ from kvmanager.core.events import (
     TicketsRenewed,
 )
 from kvmanager.core.request import Phase, Request, RequestChain
+from kvmanager.core.rows import RowList
 from kvmanager.core.spans import DEVICE, CopyState
 from kvmanager.core.spec import Placement
 from kvmanager.core.state import Engine, State, Ticket
@@ -72,12 +73,12 @@ def _check_exportable(state: State, engine: Engine, request: Request) -> None:
 
 
 def _covering(part: RequestChain, tokens: int) -> list[int]:
-    table = part.chain.table
-    held = [row for row in part.rows if int(table.first_token[row]) < tokens]
-    for row in held:
-        # An exporting request holds pins on its spans, so their device pages can't have left.
-        assert (table.copies[:, DEVICE, row] != CopyState.ABSENT).all()
-    return held
+    table, rows = part.chain.table, part.rows.array
+    held = rows[table.first_token[rows] < tokens]
+    # An exporting request holds pins on its spans, so their device pages can't have left.
+    assert (table.copies[:, DEVICE, held] != CopyState.ABSENT).all()
+    rows_held: list[int] = held.tolist()
+    return rows_held
 
 
 def live_ticket(state: State, ticket_id: str) -> Ticket:
@@ -111,7 +112,7 @@ def accept(state: State, event: AcceptTicket) -> TicketPages:
     ticket.expires_ns = state.now + state.limits.ticket_ttl_ns
     group = state.groups[ticket.group]
     number, rows = ticket.rows[0]
-    part = RequestChain(group.chains[number], list(rows))
+    part = RequestChain(group.chains[number], RowList(rows))
     return TicketPages(
         ticket.ticket_id, ticket.committed_tokens, (part.table_from(0),), group.generations(group.chains[number], rows)
     )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
 from kvmanager.core.admission import promises_hold, update_promises
 from kvmanager.core.events import SubmitPlan
-from kvmanager.core.group import Chain, Group, RowArray
+from kvmanager.core.group import Chain, Group
 from kvmanager.core.movement import between_tiers
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.core.pool import Want
 from kvmanager.core.reclaim import NO_LOSSES, BoolArray, Losses, droppable, reclaimable_slabs
+from kvmanager.core.rows import RowArray, RowQueue
 from kvmanager.core.spans import DEVICE, HOST, CopyState
 from kvmanager.core.state import CopyJob, State
 
@@ -91,17 +90,16 @@ def _next_batch(state: State, group: Group, number: int) -> list[int]:
     if choice is None or not _take_together(state, group, chain, choice):
         return _take_in_turn(state, group, number)
     _decline(state, group, number, choice.declined)
-    for _ in range(looked_at):
-        queue.popleft()
+    queue.take(looked_at)
     return choice.rows
 
 
-def _wanting(group: Group, chain: Chain, queue: deque[int], most: int) -> tuple[list[int], int]:
+def _wanting(group: Group, chain: Chain, queue: RowQueue, most: int) -> tuple[list[int], int]:
     """The first spans of the queue that want a host copy, and how many entries that took."""
     wanted: dict[int, None] = {}
     looked_at = 0
     while looked_at < len(queue) and len(wanted) < most:
-        some = np.fromiter(islice(queue, looked_at, looked_at + most - len(wanted)), np.int64)
+        some = queue.peek(looked_at, most - len(wanted))
         looked_at += len(some)
         wanted.update(dict.fromkeys(some[_want_host_copy(group, chain, some)].tolist()))
     return list(wanted), looked_at
@@ -208,16 +206,18 @@ def _take_in_turn(state: State, group: Group, number: int) -> list[int]:
     rows: list[int] = []
     chain, queue = group.chains[number], group.writeback[number]
     while queue and len(rows) < state.limits.batch_spans:
-        if _want_host_copy(group, chain, np.asarray([queue[0]], np.int64))[0]:
-            choice = _choose(state, group, chain, [queue[0]])
+        first = queue.peek(0, 1)
+        row = int(first[0])
+        if _want_host_copy(group, chain, first)[0]:
+            choice = _choose(state, group, chain, [row])
             if choice is not None and choice.declined:
                 _decline(state, group, number, choice.declined)
-            elif _take_host_pages(state, group, chain, queue[0]):
-                rows.append(queue[0])
+            elif _take_host_pages(state, group, chain, row):
+                rows.append(row)
             else:
                 group.blocked.add(number)
                 break
-        queue.popleft()
+        queue.take(1)
     return rows
 
 

@@ -35,7 +35,6 @@ from kvmanager.core.events import (
 from kvmanager.core.node import Node
 from kvmanager.core.prefix import PrefixIndex
 from kvmanager.core.spans import NO_SPAN, SpanTable
-from kvmanager.geometry import TokenOrder
 from kvmanager.groups import core_limits, plan_memory
 from tests.bench.figure import Figure, median_s
 
@@ -203,13 +202,10 @@ def _index_of(sessions: dict[int, int]) -> PrefixIndex:
     for session, tokens in sessions.items():
         keys, spans = _keys(session, tokens), tokens // SPAN_TOKENS
         firsts = np.arange(spans, dtype=np.int64) * SPAN_TOKENS
-        rows = table.add_many(firsts, [TokenOrder(RANKS, 1)] * spans, 0)
-        width = RANKS * KEY_BYTES
-        for number, row in enumerate(rows.tolist()):
-            table.keys[row] = keys[number * width : (number + 1) * width]
+        rows = table.add_many(firsts, np.full(spans, RANKS, np.int32), np.ones(spans, np.int32), 0)
+        table.keys.put(rows, np.frombuffer(keys, np.uint8).reshape(spans, RANKS * KEY_BYTES))
         table.valid[rows] = RANKS
-        ends = [(0, table.keys[row][-KEY_BYTES:]) for row in rows.tolist()]
-        index.publish_run(rows.tolist(), NO_SPAN, ends)
+        index.publish_run(rows, NO_SPAN)
     return index
 
 

@@ -69,7 +69,7 @@ def publish(index: PrefixIndex, model: Model, words: tuple[int, ...], cuts: list
         row = table.add(at, ORDERS[size], 0)
         table.keys[row] = keys[at * WIDTH : (at + valid) * WIDTH]
         table.valid[row] = valid
-        twin = index.canonical(row) if valid == size else NO_SPAN
+        twin = index.canonical(row, parent) if valid == size else NO_SPAN
         if twin != NO_SPAN:
             table.remove(row)
             parent = twin

@@ -54,7 +54,7 @@ def picture(driver: Driver) -> str:
             pools = [(p.name, p.promised_slabs, [(s.state, s.generation) for s in p.spaces.values()]) for p in
                      group.pools.values()]  # fmt: skip
             tables = [dict(vars(chain.table)) for chain in group.chains]
-            indexes = [(chain.index.heads, chain.index.ends) for chain in group.chains]
+            indexes = [(chain.index.heads, chain.index.runs) for chain in group.chains]
             groups.append((pools, tables, indexes, group.writeback, group.deficit_slabs))
         engines = [{k: v for k, v in vars(e).items() if k != "requests"} for e in state.all_engines()]
         requests = [

@@ -129,7 +129,7 @@ def test_a_span_with_children_can_not_leave(tree):
     tree.index.unpublish(two)
     tree.index.unpublish(one)
     assert not tree.index.heads
-    assert not tree.index.ends
+    assert not tree.index.runs
 
 
 def test_descendants_come_children_first(tree):
@@ -151,7 +151,7 @@ def run_of(tree: Index, text: bytes, first: int, last: int, parent: int = NO_SPA
     for i, row in zip(range(first, last), rows, strict=True):
         tree.table.keys[row] = text[i * width : (i + 1) * width]
         tree.table.valid[row] = 4
-    tree.index.publish_run(rows, parent, [(0, tree.table.keys[row][-WIDTH:]) for row in rows])
+    tree.index.publish_run(np.array(rows), parent)
     return rows
 
 
@@ -167,8 +167,10 @@ def test_a_run_is_published_as_one_span_after_the_other(tree):
     single.publish(fork, 8, 12, 1, now=3)
     for name in ("parent", "children", "last_used", "published"):
         assert getattr(tree.table, name).tolist() == getattr(single.table, name).tolist(), name
-    for name in ("ends", "heads", "sizes"):
+    for name in ("heads", "sizes"):
         assert getattr(tree.index, name) == getattr(single.index, name), name
+    for index in (tree.index, single.index):
+        assert [run.rows[: run.spans].tolist() for run in index.runs.values()] == [rows, side]
     assert tree.index.match(fork, 12).spans == (rows[0], rows[1], side[0])
 
 
@@ -178,7 +180,7 @@ def test_a_run_must_be_new_and_below_what_can_be_found(tree):
     with pytest.raises(AssertionError):
         run_of(tree, text, 0, 2)
     with pytest.raises(AssertionError):
-        tree.index.publish_run(rows, NO_SPAN, [(0, tree.table.keys[row][-WIDTH:]) for row in rows])
+        tree.index.publish_run(np.array(rows), NO_SPAN)
 
 
 def test_many_leave_children_first(tree):
@@ -193,7 +195,7 @@ def test_many_leave_children_first(tree):
     assert tree.table.children[rows].tolist() == [0, 0, 0]
     tree.index.unpublish_many(rows[:1])
     assert not tree.index.heads
-    assert not tree.index.ends
+    assert not tree.index.runs
     assert not tree.index.sizes
 
 
@@ -201,5 +203,48 @@ def test_keys_that_are_not_chained_are_compared_one_by_one(tree):
     """An engine that repeats one key must not stop the node, and is given no more than what agrees."""
     text = keys("a") * 4
     row = tree.publish(text, 0, 4)
-    assert tree.index.match_whole(text * 2, 8).spans == (row, row)
+    assert tree.index.match_whole(text * 2, 8).spans == (row,)
     assert tree.index.match_whole(text + keys(*"bcd") + keys("a"), 8).spans == (row,)
+    below = tree.publish(text, 0, 4, row)
+    assert tree.index.match_whole(text * 3, 12).spans == (row, below)
+
+
+def test_a_run_is_left_in_its_middle_and_lengthened_at_its_end(tree):
+    text, fork = keys(*"abcdefghijklmnop"), keys(*"abcdefghXYZUVWST")
+    rows = run_of(tree, text, 0, 3)
+    side = run_of(tree, fork, 2, 4, rows[1])
+    rows += run_of(tree, text, 3, 4, rows[2])
+    assert [run.spans for run in tree.index.runs.values()] == [4, 2]
+    assert tree.index.match(text, 16).spans == tuple(rows)
+    assert tree.index.match(fork, 16).spans == (*rows[:2], *side)
+    assert tree.index.match_whole(fork, 11).spans == tuple(rows[:2])
+    match = tree.index.match(fork, 11)
+    assert (match.segments, match.donor, match.donor_segments) == (8, side[0], 3)
+    tree.index.unpublish_many(np.array([side[1], rows[3], rows[2], side[0]]))
+    assert tree.index.match(fork, 16).spans == tree.index.match(text, 16).spans == tuple(rows[:2])
+    assert tree.index.match(text, 16).donor == NO_SPAN
+
+
+def test_a_span_that_becomes_full_joins_the_run_before_it(tree):
+    text = keys(*"abcdefgh")
+    one = tree.publish(text, 0, 4)
+    tail = tree.publish(text, 4, 6, one)
+    assert len(tree.index.runs) == 2
+    tree.table.keys[tail], tree.table.valid[tail] = text[4 * WIDTH :], 4
+    tree.index.complete(tail)
+    assert [run.rows[: run.spans].tolist() for run in tree.index.runs.values()] == [[one, tail]]
+    assert list(tree.index.heads) == [(0, text[:WIDTH])]
+    assert tree.index.match(text, 8).spans == (one, tail)
+
+
+def test_what_follows_equal_spans_is_found(tree):
+    text = keys(*"abcdefghijkl")
+    rows = run_of(tree, text, 0, 2)
+    again = np.array([tree.table.add(i * 16, SPAN, 1) for i in range(3)])
+    for i, row in enumerate(again.tolist()):
+        tree.table.keys[row], tree.table.valid[row] = text[i * 4 * WIDTH : (i + 1) * 4 * WIDTH], 4
+    assert tree.index.follow(text, again, NO_SPAN).tolist() == rows
+    assert tree.index.follow(text, again[1:], rows[0]).tolist() == rows[1:]
+    assert tree.index.follow(text, again[2:], rows[1]).tolist() == []
+    assert tree.index.canonical(int(again[1]), rows[0]) == rows[1]
+    assert tree.index.canonical(int(again[1]), NO_SPAN) == NO_SPAN

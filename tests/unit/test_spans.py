@@ -77,7 +77,8 @@ def test_many_are_added_as_one_after_the_other(count):
     one, other = twins()
     firsts = np.arange(count) * 16
     orders = [TokenOrder(8, 1) if i % 3 else SEQUENTIAL for i in range(count)]
-    rows = other.add_many(firsts, orders, 5, 2, 7)
+    segments = np.array([order.segments for order in orders], np.int32)
+    rows = other.add_many(firsts, segments, np.ones(count, np.int32), 5, 2, 7)
     assert rows.tolist() == [one.add(int(f), o, 5, 2, 7) for f, o in zip(firsts, orders, strict=True)]
     rows = np.append(rows, other.add(0, SEQUENTIAL, 6))
     assert one.add(0, SEQUENTIAL, 6) == rows[-1]
@@ -104,4 +105,4 @@ def test_many_copies_come_and_go_at_once():
         table.drop_many(1, HOST, rows)
     table.remove_many(rows[1:])
     assert list(table) == [rows[0]]
-    assert table.add(0, SEQUENTIAL, now=0) == rows[2]
+    assert table.add(0, SEQUENTIAL, now=0) == rows[1]

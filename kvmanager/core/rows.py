@@ -1,0 +1,137 @@
+"""Row numbers of spans, many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+RowArray = npt.NDArray[np.int64]
+
+_FEW = 16
+"""Up to here looking for a range costs more than it saves."""
+
+
+def no_rows() -> RowArray:
+    """An empty array."""
+    return np.empty(0, np.int64)
+
+
+def as_range(rows: RowArray) -> RowArray | slice:
+    """The same rows, as a slice where they are consecutive: an index that numpy follows many times faster."""
+    count = len(rows)
+    if count > _FEW and rows[-1] - rows[0] == count - 1 and bool((rows[1:] - rows[:-1] == 1).all()):
+        return slice(int(rows[0]), int(rows[0]) + count)
+    return rows
+
+
+class RowList:
+    """A list of rows kept as an array, int64: appended to at the end, and read many at once."""
+
+    def __init__(self, rows: Iterable[int] | RowArray = ()) -> None:
+        array = rows if isinstance(rows, np.ndarray) else np.fromiter(rows, np.int64)
+        self._rows: RowArray = np.array(array, np.int64)
+        self._count = len(self._rows)
+
+    @property
+    def array(self) -> RowArray:
+        """All rows. A view: not to be kept over a change."""
+        return self._rows[: self._count]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.array(self.array, dtype=dtype)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> RowArray: ...
+    def __getitem__(self, at: int | slice) -> int | RowArray:
+        if isinstance(at, slice):
+            return self.array[at].copy()
+        return int(self.array[at])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.array.tolist())
+
+    def __reversed__(self) -> Iterator[int]:
+        return iter(self.array[::-1].tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RowList | list | np.ndarray):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"RowList({list(self)})"
+
+    def append(self, row: int) -> None:
+        """One more row."""
+        self.extend(np.asarray([row], np.int64))
+
+    def extend(self, rows: RowArray) -> None:
+        """More rows."""
+        count = self._count + len(rows)
+        if count > len(self._rows):
+            self._rows = np.concatenate((self.array, rows, np.zeros(count // 2, np.int64)))
+        else:
+            self._rows[self._count : count] = rows
+        self._count = count
+
+    def pop(self) -> int:
+        """Takes the last row away."""
+        row = int(self._rows[self._count - 1])
+        self.shorten(self._count - 1)
+        return row
+
+    def shorten(self, count: int) -> None:
+        """Keeps the first `count` rows."""
+        assert 0 <= count <= self._count
+        self._count = count
+
+
+class RowQueue:
+    """Rows that wait their turn, oldest first; many are looked at and taken at once."""
+
+    def __init__(self) -> None:
+        self._rows = RowList()
+        self._taken = 0
+
+    def __len__(self) -> int:
+        return len(self._rows) - self._taken
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows.array[self._taken :].tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, RowQueue) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"RowQueue({list(self)})"
+
+    def append(self, row: int) -> None:
+        """One more, behind all."""
+        self._rows.append(row)
+
+    def extend(self, rows: RowArray | Iterable[int]) -> None:
+        """More, behind all."""
+        self._rows.extend(rows if isinstance(rows, np.ndarray) else np.fromiter(rows, np.int64))
+
+    def peek(self, first: int, count: int) -> RowArray:
+        """Up to `count` rows from place `first` on; they stay."""
+        return self._rows[self._taken + first : self._taken + first + count]
+
+    def take(self, count: int) -> None:
+        """The first `count` leave."""
+        assert 0 <= count <= len(self)
+        self._taken += count
+        if 2 * self._taken > len(self._rows):
+            self._rows, self._taken = RowList(self._rows[self._taken :]), 0
