@@ -11,6 +11,18 @@ import numpy.typing as npt
 PageArray = npt.NDArray[np.int64]
 
 
+_FEW = 16
+"""Up to here looking for a range costs more than it saves."""
+
+
+def as_range(indexes: PageArray) -> PageArray | slice:
+    """The same indexes, as a slice where they are consecutive: one that numpy follows many times faster."""
+    count = len(indexes)
+    if count > _FEW and indexes[-1] - indexes[0] == count - 1 and bool((indexes[1:] - indexes[:-1] == 1).all()):
+        return slice(int(indexes[0]), int(indexes[0]) + count)
+    return indexes
+
+
 def _expand(starts: PageArray, ends: PageArray) -> PageArray:
     """Every page of the extents, in their order."""
     sizes = ends - starts
@@ -40,6 +52,8 @@ class FixedPages:
             return None
         if count == 0:
             return np.empty(0, np.int64)
+        if count == 1:
+            return self._take_one()
         sizes = self._ends - self._starts
         whole = int(np.argmax(sizes >= count))
         self.free -= count
@@ -53,6 +67,16 @@ class FixedPages:
         pages = _expand(self._starts[: last + 1], ends)
         self._cut(0, last, rest)
         return pages
+
+    def _take_one(self) -> PageArray:
+        """The lowest free page."""
+        page = self._starts[0]
+        self.free -= 1
+        if page + 1 == self._ends[0]:
+            self._starts, self._ends = self._starts[1:], self._ends[1:]
+        else:
+            self._starts[0] += 1
+        return np.array((page,), np.int64)
 
     def _cut(self, first: int, last: int, count: int) -> None:
         """Takes extents [first, last) away, and `count` pages from the head of extent `last`."""
@@ -68,7 +92,9 @@ class FixedPages:
 
         Nothing changes then: all pages are looked at before the first is taken back.
         """
-        if len(pages) == 0:
+        if len(pages) <= 1:
+            if len(pages):
+                self._give_one(int(pages[0]))
             return
         ordered = np.sort(pages)
         assert ordered[0] >= 0, f"page {ordered[0]} is not one of {self.pages}"
@@ -81,6 +107,25 @@ class FixedPages:
         self._check_taken(starts, ends)
         self._merge(starts, ends)
         self.free += len(ordered)
+
+    def _give_one(self, page: int) -> None:
+        """`give` for a single page."""
+        starts, ends = self._starts, self._ends
+        assert 0 <= page < self.pages, f"page {page} is not one of {self.pages}"
+        at = int(starts.searchsorted(page, side="right"))
+        before = ends[at - 1] if at else -1
+        assert before <= page, f"page {page} is free already"
+        joins_next = at < len(starts) and starts[at] == page + 1
+        if before == page and joins_next:
+            ends[at - 1] = ends[at]
+            self._starts, self._ends = np.delete(starts, at), np.delete(ends, at)
+        elif before == page:
+            ends[at - 1] += 1
+        elif joins_next:
+            starts[at] -= 1
+        else:
+            self._starts, self._ends = np.insert(starts, at, page), np.insert(ends, at, page + 1)
+        self.free += 1
 
     def _check_taken(self, starts: PageArray, ends: PageArray) -> None:
         """No run touches a free page: the extent before it ends at or before its start, the next starts at its end."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.allocators.fixed import FixedPages, PageArray
+from kvmanager.allocators.fixed import FixedPages, PageArray, as_range
 
 UNOWNED = 255
 
@@ -59,6 +59,8 @@ class Slabs:
     def take(self, page_class: str, count: int) -> PageArray | None:
         """`count` pages, from slabs the class owns first; None when they don't fit (nothing is taken)."""
         per_slab = self.per_slab[page_class]
+        if per_slab == 1:
+            return self._take_whole(page_class, count)
         slabs = self._whole.take(self.slabs_needed({page_class: count}))
         if slabs is None:
             return None
@@ -72,11 +74,33 @@ class Slabs:
         self._used[page_class][touched] += counts.astype(np.int32)
         return taken
 
+    def _take_whole(self, page_class: str, count: int) -> PageArray | None:
+        """`take` where a page is a whole slab."""
+        slabs = self._whole.take(count)
+        if slabs is not None:
+            at = as_range(slabs)
+            self.owner[at] = self.classes.index(page_class)
+            self._used[page_class][at] = 1
+        return slabs
+
+    def _give_whole(self, page_class: str, pages: PageArray) -> None:
+        """`give` where a page is a whole slab. Pages that are free, or of another class, are refused first."""
+        assert pages.min() >= 0, "a page below none"
+        assert pages.max() < self.slabs, "a page beyond all"
+        at = as_range(pages)
+        assert (self.owner[at] == self.classes.index(page_class)).all(), f"pages {pages} are free or of another class"
+        self._whole.give(pages)
+        self.owner[at] = UNOWNED
+        self._used[page_class][at] = 0
+
     def give(self, page_class: str, pages: PageArray) -> None:
         """Takes pages back; a slab whose last page returns becomes free for every class."""
         if len(pages) == 0:
             return
         per_slab = self.per_slab[page_class]
+        if per_slab == 1:
+            self._give_whole(page_class, pages)
+            return
         places = self._open[page_class]
         self._check_taken(page_class, pages)
         places[pages] = True

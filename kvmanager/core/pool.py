@@ -20,7 +20,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.allocators.fixed import PageArray
+from kvmanager.allocators.fixed import PageArray, as_range
 from kvmanager.allocators.slabs import Slabs
 
 
@@ -64,20 +64,27 @@ class PageSpace:
         """Moves distinct pages from one state to another; any page elsewhere is our own bug."""
         if len(pages) == 0:
             return
-        wrong = self.state[pages] != source
+        at = as_range(pages)
+        wrong = self.state[at] != source
         if wrong.any():
             page = int(pages[np.argmax(wrong)])
             found = PageState(int(self.state[page])).name
             raise AssertionError(f"{self.name}: page {page} is {found}, not {source.name}")
-        self.state[pages] = target
+        self.state[at] = target
         self.counts[source] -= len(pages)
         self.counts[target] += len(pages)
 
     def leave(self, pages: PageArray, target: PageState) -> None:
         """Moves distinct pages to `target` from whatever non-free state each is in."""
-        left = np.bincount(self.state[pages], minlength=STATES).tolist()
+        at = as_range(pages)
+        held = self.state[at]
+        if len(held) and (held == held[0]).all():
+            left = [0] * STATES
+            left[held[0]] = len(held)
+        else:
+            left = np.bincount(held, minlength=STATES).tolist()
         assert left[_FREE] == 0, f"{self.name}: a free page can't become {target.name}"
-        self.state[pages] = target
+        self.state[at] = target
         for state, count in enumerate(left):
             self.counts[state] -= count
         self.counts[target] += len(pages)
@@ -121,7 +128,7 @@ class Pool:
             return None
         space = self.spaces[page_class]
         space.move(pages, PageState.FREE, PageState.RESERVED)
-        space.generation[pages] += 1
+        space.generation[as_range(pages)] += 1
         return pages
 
     def give(self, page_class: str, pages: PageArray) -> None:

@@ -8,23 +8,15 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from kvmanager.allocators.fixed import as_range
+
+__all__ = ["RowArray", "RowList", "RowQueue", "as_range", "no_rows"]
+
 RowArray = npt.NDArray[np.int64]
-
-_FEW = 16
-"""Up to here looking for a range costs more than it saves."""
-
 
 def no_rows() -> RowArray:
     """An empty array."""
     return np.empty(0, np.int64)
-
-
-def as_range(rows: RowArray) -> RowArray | slice:
-    """The same rows, as a slice where they are consecutive: an index that numpy follows many times faster."""
-    count = len(rows)
-    if count > _FEW and rows[-1] - rows[0] == count - 1 and bool((rows[1:] - rows[:-1] == 1).all()):
-        return slice(int(rows[0]), int(rows[0]) + count)
-    return rows
 
 
 class RowList:
