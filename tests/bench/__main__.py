@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tests.bench import copy_figures, core_figures, wire_figures
+from tests.bench import copy_figures, core_figures, request_figures, wire_figures
 from tests.bench.figure import Figure
 
 SUITES: dict[str, Callable[[], Iterator[Figure]]] = {
     "core": core_figures.figures,
+    "requests": request_figures.figures,
     "copies": copy_figures.figures,
     "wire": wire_figures.figures,
 }

@@ -52,7 +52,7 @@ runtime_dir = "/tmp/kvmanager-bench"
 name = "prefill"
 kind = "sharded"
 format = "glm-5.3-fp8_ds_mla"
-ranks = 8
+ranks = {ranks}
 page_rows = 64
 hbm_bytes_per_rank = "{hbm_gib} GiB"
 host_bytes_per_rank = "{host_gib} GiB"
@@ -60,17 +60,17 @@ host_bytes_per_rank = "{host_gib} GiB"
 PLAIN = "16,384 pages from a plain free list, one dict look-up each"
 
 
-class _Driver:
+class Driver:
     """Drives one sharded engine on an accounting-only core. HBM holds two whole requests, host memory nine."""
 
-    def __init__(self, hbm_gib: int = 15, host_gib: int = 64) -> None:
-        config = NodeConfig.from_text(CONFIG.format(hbm_gib=hbm_gib, host_gib=host_gib))
+    def __init__(self, hbm_gib: int = 15, host_gib: int = 64, ranks: int = RANKS) -> None:
+        config = NodeConfig.from_text(CONFIG.format(hbm_gib=hbm_gib, host_gib=host_gib, ranks=ranks))
         memory = plan_memory(config)
         self.node = Node(list(memory.groups), core_limits(config))
         self._now = 0
         layouts = tuple(c.layout.fingerprint for c in memory.groups[0].chains[0].classes)
-        self._apply(RegisterEngine("engine", "prefill", b"bench", KEY_BYTES, PAGE_ROWS, layouts, RANKS))
-        self._attaches = [self._answer(AttachRank("engine", 1, r, r)).attach_id for r in range(RANKS)]
+        self._apply(RegisterEngine("engine", "prefill", b"bench", KEY_BYTES, PAGE_ROWS, layouts, ranks))
+        self._attaches = [self._answer(AttachRank("engine", 1, r, r)).attach_id for r in range(ranks)]
         self._number = 0
         self._request = 0
         self.open_s = 0.0
@@ -118,7 +118,7 @@ class _Driver:
         return opened.cached_tokens
 
 
-def _keys(session: int, tokens: int) -> bytes:
+def session_keys(session: int, tokens: int) -> bytes:
     """Keys that no other session has."""
     return np.random.Generator(np.random.Philox(session)).bytes(tokens // PAGE_ROWS * KEY_BYTES)
 
@@ -149,14 +149,14 @@ def figures() -> Iterator[Figure]:
 
 
 def _request_figures() -> Iterator[Figure]:
-    driver = _Driver()
+    driver = Driver()
     sessions = iter(range(1_000))
     plain_s = median_s(_plain_pool, 5)
     opens_s: list[float] = []
     ends_s: list[float] = []
 
     def cold() -> None:
-        driver.request(_keys(next(sessions), TOKENS), TOKENS)
+        driver.request(session_keys(next(sessions), TOKENS), TOKENS)
         opens_s.append(driver.open_s)
         ends_s.extend(driver.offload_s)
 
@@ -168,7 +168,7 @@ def _request_figures() -> Iterator[Figure]:
     assert driver.node.state.counters["eviction"] == 0
     yield figure("... its open, which drops clean copies", statistics.median(opens_s[3:]))
     yield figure("... the end of one of its 64 offloads", statistics.median(ends_s))
-    last = _keys(6, TOKENS)
+    last = session_keys(6, TOKENS)
     opens_s.clear()
 
     def reopen() -> None:
@@ -183,11 +183,11 @@ def _request_figures() -> Iterator[Figure]:
     yield figure("cold request with full host memory", median_s(cold, 3))
     assert driver.node.state.counters["eviction"] > 0
     yield figure("... the end of an offload that evicts", statistics.median(ends_s))
-    evicting = _Driver(host_gib=0)
+    evicting = Driver(host_gib=0)
     opens_s.clear()
 
     def evict() -> None:
-        evicting.request(_keys(next(sessions), TOKENS), TOKENS)
+        evicting.request(session_keys(next(sessions), TOKENS), TOKENS)
         opens_s.append(evicting.open_s)
 
     median_s(evict, 7)
@@ -200,7 +200,7 @@ def _index_of(sessions: dict[int, int]) -> PrefixIndex:
     table = SpanTable(1, 1)
     index = PrefixIndex(table, KEY_BYTES)
     for session, tokens in sessions.items():
-        keys, spans = _keys(session, tokens), tokens // SPAN_TOKENS
+        keys, spans = session_keys(session, tokens), tokens // SPAN_TOKENS
         firsts = np.arange(spans, dtype=np.int64) * SPAN_TOKENS
         rows = table.add_many(firsts, np.full(spans, RANKS, np.int32), np.ones(spans, np.int32), 0)
         table.keys.put(rows, np.frombuffer(keys, np.uint8).reshape(spans, RANKS * KEY_BYTES))
@@ -216,7 +216,7 @@ def _match_figures() -> Iterator[Figure]:
     for others in (70, 770):
         index = _index_of(measured | {2 + other: 131_072 for other in range(others)})
         for session, tokens in measured.items():
-            keys = _keys(session, tokens)
+            keys = session_keys(session, tokens)
             times[others, tokens] = median_s(_matching(index, keys, tokens), 200)
             hash_s = median_s(lambda keys=keys: hashlib.sha256(keys).digest(), 200)
             size = "10M" if others == 70 else "100M"
@@ -240,12 +240,12 @@ def _matching(index: PrefixIndex, keys: bytes, tokens: int) -> Callable[[], None
 
 def _state_figures() -> Iterator[Figure]:
     """Memory of spans and index once 10M tokens are cached, above a node that holds nothing."""
-    driver = _Driver(hbm_gib=70, host_gib=70)
+    driver = Driver(hbm_gib=70, host_gib=70)
     gc.collect()
     tracemalloc.start()
     try:
         for session in range(-(-STATE_TOKENS // TOKENS)):
-            driver.request(_keys(10_000 + session, TOKENS), TOKENS)
+            driver.request(session_keys(10_000 + session, TOKENS), TOKENS)
         gc.collect()
         state_bytes = tracemalloc.get_traced_memory()[0]
     finally:
