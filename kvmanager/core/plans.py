@@ -6,6 +6,7 @@ thing, a `CopyPlan`. Executors in `kvmanager.transport` carry plans out; nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -88,14 +89,21 @@ class CopyPlan:
         """Contiguous runs of the plan."""
         return sum(c.runs for c in self.copies)
 
-    def describe(self) -> str:
-        """One line a copy set, for people."""
-        head = f"plan {self.plan_id} {self.purpose}: {self.total_bytes} B in {self.runs} runs"
-        lines = [
-            f"  region {c.source_region} -> {c.target_region}: {len(c.source_offsets)} x "
-            f"{'x'.join(map(str, (*c.counts, c.row_bytes)))} B"
-            for c in self.copies
-        ]
+    def __str__(self) -> str:
+        """A line for the plan and one for each kind of copy in it: regions, sets, shape, runs and bytes."""
+        head = f"plan {self.plan_id} {self.purpose}: {self.total_bytes:,} B in {self.runs:,} runs"
+        alike: dict[tuple[int, int, int, tuple[int, ...], int], int] = {}
+        for c in self.copies:
+            shape = c.source_region, c.target_region, len(c.source_offsets), c.counts, c.row_bytes
+            alike[shape] = alike.get(shape, 0) + 1
+        lines = []
+        for (source, target, offsets, counts, row_bytes), sets in alike.items():
+            runs = sets * offsets * math.prod(counts)
+            shape_text = " x ".join(map(str, (offsets, *counts)))
+            lines.append(
+                f"  region {source} -> {target}: {sets} x ({shape_text}) runs of {row_bytes:,} B, "
+                f"{runs * row_bytes:,} B in {runs:,} runs"
+            )
         return "\n".join([head, *lines])
 
 
@@ -115,7 +123,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class _Box:
+class Box:
     """A rectangle of bytes for one (page, page) pair, offsets relative to the pages' starts and to slot 0."""
 
     source_offset: int
@@ -180,16 +188,16 @@ def copy_rows(
         raise LayoutMismatch(f"{len(source)} source rows for {len(target)} target rows")
     if len(source) == 0:
         return ()
-    pairs = _matched_components(source_layout, target_layout)
+    pairs = matched_components(source_layout, target_layout)
     copies: list[StridedCopies] = []
-    for group in _progressions(source, target):
-        for box in _boxes(pairs, source_layout, target_layout, group):
+    for group in progressions(source, target):
+        for box in boxes(pairs, source_layout, target_layout, group):
             copies.extend(_place_box(box, group))
     return tuple(copies)
 
 
 @dataclass(frozen=True)
-class _Progression:
+class Progression:
     """Page pairs between two regions whose common tokens step through both pages alike.
 
     `rows` tokens, `source_step`/`target_step` slots apart; the first ones' slots differ from pair to pair (int64).
@@ -206,7 +214,7 @@ class _Progression:
     target_page: Int64Array
 
 
-def _progressions(source: Rows, target: Rows) -> Iterable[_Progression]:
+def progressions(source: Rows, target: Rows) -> Iterable[Progression]:
     """Splits token pairs into arithmetic progressions within a page pair, grouped by their pattern."""
     order = np.lexsort(
         (source.slot, target.page, target.region, source.page, source.region)
@@ -236,7 +244,7 @@ def _progressions(source: Rows, target: Rows) -> Iterable[_Progression]:
     stride_target = np.where(single, 1, step_target[heads])
     for alike in _alike(stride_source, stride_target, rows, source.region[heads], target.region[heads]):
         first, pick = alike[0], heads[alike]
-        yield _Progression(
+        yield Progression(
             int(stride_source[first]),
             int(stride_target[first]),
             int(rows[first]),
@@ -278,7 +286,7 @@ def _step_breaks(new_pair: npt.NDArray[np.bool_], change: npt.NDArray[np.bool_])
     return breaks
 
 
-def _matched_components(source: KVLayout, target: KVLayout) -> list[tuple[Component, Component]]:
+def matched_components(source: KVLayout, target: KVLayout) -> list[tuple[Component, Component]]:
     """Pairs of components in the target's byte order."""
     pairs = []
     for component in sorted(target.components, key=lambda c: c.offset):
@@ -296,18 +304,18 @@ def _matched_components(source: KVLayout, target: KVLayout) -> list[tuple[Compon
     return pairs
 
 
-def _boxes(
+def boxes(
     pairs: list[tuple[Component, Component]],
     source_layout: KVLayout,
     target_layout: KVLayout,
-    step: _Progression,
-) -> list[_Box]:
+    step: Progression,
+) -> list[Box]:
     """One box a component, then neighbours joined: first side by side in a row, then row after row."""
-    _check_slots(source_layout, step.source_slot, step.source_step, step.rows)
-    _check_slots(target_layout, step.target_slot, step.target_step, step.rows)
-    boxes: list[_Box] = []
+    check_slots(source_layout, step.source_slot, step.source_step, step.rows)
+    check_slots(target_layout, step.target_slot, step.target_step, step.rows)
+    found: list[Box] = []
     for source, target in pairs:
-        box = _Box(
+        box = Box(
             source.offset,
             target.offset,
             source.slot_stride,
@@ -319,15 +327,15 @@ def _boxes(
             (step.target_step * target.slot_stride,),
             source.row_bytes,
         )
-        if boxes and (joined := _side_by_side(boxes[-1], box)) is not None:
-            boxes[-1] = joined
+        if found and (joined := _side_by_side(found[-1], box)) is not None:
+            found[-1] = joined
         else:
-            boxes.append(box)
-    boxes = [_flatten(box) for box in boxes]
+            found.append(box)
+    found = [_flatten(box) for box in found]
     if not step.rows == source_layout.page_rows == target_layout.page_rows:
-        return boxes  # parts of pages don't touch those of the next group of layers
-    whole: list[_Box] = []
-    for box in boxes:
+        return found  # parts of pages don't touch those of the next group of layers
+    whole: list[Box] = []
+    for box in found:
         if whole and (joined := _end_to_end(whole[-1], box)) is not None:
             whole[-1] = joined
         else:
@@ -335,14 +343,15 @@ def _boxes(
     return whole
 
 
-def _check_slots(layout: KVLayout, first: Int64Array, step: int, rows: int) -> None:
+def check_slots(layout: KVLayout, first: Int64Array, step: int, rows: int) -> None:
+    """Raises LayoutMismatch when a token lies outside its page."""
     last = first + step * (rows - 1)
     low, high = int(min(first.min(), last.min())), int(max(first.max(), last.max()))
     if not 0 <= low <= high < layout.page_rows:
         raise LayoutMismatch(f"slots {low}..{high} outside a page of {layout.page_rows} rows of {layout.name}")
 
 
-def _same_grid(a: _Box, b: _Box) -> bool:
+def _same_grid(a: Box, b: Box) -> bool:
     return (
         a.source_page_stride == b.source_page_stride
         and a.target_page_stride == b.target_page_stride
@@ -352,14 +361,14 @@ def _same_grid(a: _Box, b: _Box) -> bool:
     )
 
 
-def _side_by_side(a: _Box, b: _Box) -> _Box | None:
+def _side_by_side(a: Box, b: Box) -> Box | None:
     """`a` and `b` as one box of longer rows, where they touch on both sides."""
     touching = (
         a.source_offset + a.row_bytes == b.source_offset and a.target_offset + a.row_bytes == b.target_offset
     )
     if not (touching and _same_grid(a, b)):
         return None
-    return _Box(
+    return Box(
         a.source_offset,
         a.target_offset,
         a.source_slot_stride,
@@ -373,13 +382,13 @@ def _side_by_side(a: _Box, b: _Box) -> _Box | None:
     )
 
 
-def _flatten(box: _Box) -> _Box:
+def _flatten(box: Box) -> Box:
     """A box whose rows touch on both sides (or that has one row) as a single run."""
     (rows,) = box.counts
     contiguous = box.source_strides == box.target_strides == (box.row_bytes,)
     if rows > 1 and not contiguous:
         return box
-    return _Box(
+    return Box(
         box.source_offset,
         box.target_offset,
         box.source_slot_stride,
@@ -393,12 +402,12 @@ def _flatten(box: _Box) -> _Box:
     )
 
 
-def _end_to_end(a: _Box, b: _Box) -> _Box | None:
+def _end_to_end(a: Box, b: Box) -> Box | None:
     """Two single runs that follow one another on both sides."""
     return _side_by_side(a, b) if not a.counts and not b.counts else None
 
 
-def _place_box(box: _Box, group: _Progression) -> Iterable[StridedCopies]:
+def _place_box(box: Box, group: Progression) -> Iterable[StridedCopies]:
     """The box at every page pair of the progression."""
     source = group.source_page * box.source_page_stride + group.source_slot * box.source_slot_stride
     target = group.target_page * box.target_page_stride + group.target_slot * box.target_slot_stride

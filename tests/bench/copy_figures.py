@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvmanager.core.plans import CopyPlan, Purpose, Rows, copy_rows, copy_whole_pages
-from kvmanager.geometry import ShardGeometry
+from kvmanager.core.spanplans import SpanPlaces, copy_spans
+from kvmanager.geometry import ShardGeometry, TokenOrder
 from kvmanager.layout import GLM53, native_layout
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.executor import RegionMap
@@ -64,3 +65,28 @@ def figures() -> Iterator[Figure]:
         lambda: copy_rows(layout, layout, shards, Rows(np.full(len(tokens), 2, np.int32), tokens // 64, tokens % 64)), 5
     )
     yield Figure("plan: DCP8 to sequential, 2,048 tokens", plan_s * 1e3, "ms", "carrying it out", plan_s / permute_s)
+    yield from _span_plan_figures()
+
+
+def _span_plan_figures() -> Iterator[Figure]:
+    """A hand-off of 1,048,576 tokens from eight ranks into one: the plan alone, span by span and token by token."""
+    layout, spans = native_layout(GLM53, 64), 2_048
+    shards = np.arange(1, 9, dtype=np.int32)
+    source = SpanPlaces.ordered(TokenOrder(8, 1), 64, shards, np.repeat(np.arange(spans)[:, None], 8, axis=1))
+    pages = np.arange(8 * spans).reshape(spans, 8)
+    scattered = np.random.default_rng(0).permutation(8 * spans).reshape(spans, 8)
+    tokens = np.arange(512 * spans, dtype=np.int64)
+    span, rank, slot = ShardGeometry(8, 64, 1).place(tokens)
+    rows = Rows(shards[rank], span, slot), Rows(np.full(len(tokens), 9, np.int32), tokens // 64, tokens % 64)
+    by_token_s = median_s(lambda: copy_rows(layout, layout, *rows), 3)
+    for name, target_pages in (("consecutive", pages), ("scattered", scattered)):
+        target = SpanPlaces.sequential(64, 9, target_pages)
+        seconds = median_s(lambda target=target: copy_spans(layout, layout, source, target), 9)
+        offsets = 16 * sum(len(c.source_offsets) for c in copy_spans(layout, layout, source, target))
+        yield Figure(
+            f"plan: 1,048,576 tokens, {name} pages", seconds * 1e3, "ms", "the plan made token by token",
+            seconds / by_token_s,
+        )
+        yield Figure(
+            "... its offsets", offsets / MIB, "MiB", "the bytes it moves", offsets / (spans * 8 * layout.page_bytes)
+        )

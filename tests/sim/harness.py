@@ -201,7 +201,7 @@ class World:
             self._move(flight)
 
     def _move(self, flight: Flight, share: float = 1.0) -> None:
-        CopyOp(flight.plan.describe(), [], flight.claims).run(self.memory)
+        CopyOp(str(flight.plan), [], flight.claims).run(self.memory)
         for c in flight.plan.copies[: max(1, int(len(flight.plan.copies) * share))]:
             copy_piece(self.memory.regions[c.source_region], self.memory.regions[c.target_region], c)
         flight.done = True
@@ -242,7 +242,7 @@ class World:
             pages = (c.target_offsets[:, None] // size + np.arange(max(1, c.row_bytes // size))).ravel()
             state = use.group.pools[use.pool].spaces[use.page_class.name].state[pages * use.stride + use.share]
             if (state != PageState.QUARANTINED).any():
-                raise WrongKV(f"late bytes of {flight.plan.describe()} land in pages that are in use again")
+                raise WrongKV(f"late bytes of {flight.plan!s} land in pages that are in use again")
             for offset in c.target_offsets.tolist():
                 self.memory.poison(c.target_region, offset, c.row_bytes)
         self.happened["late bytes"] += 1

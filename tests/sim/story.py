@@ -113,7 +113,7 @@ def _effect(effect: object) -> list[str]:
             said = _opened(ready) if ready else _short(repr(effect.notice))
             return [f"tells {effect.engine}/{effect.epoch}: {said}"]
         case SubmitPlan():
-            return [_short(effect.plan.describe().replace("\n", ";"))]
+            return [_short(str(effect.plan).replace("\n", ";"))]
         case StartPull():
             pages = "; ".join(f"{t.page_class} {_ranges(t.rows.page)}" for t in effect.targets)
             return [f"pull {effect.plan_id} of ticket {effect.ticket.ticket_id} into {effect.group}: {pages}"]
