@@ -94,7 +94,13 @@ class Unauthorized(RequestError):
 
 
 class CapacityError(KVError):
-    """No room now. `pool`, `needed`, `free` are in pages of that pool; `retry_after_ns` is a hint."""
+    """No room now, or not ever.
+
+    needed, free: slabs of `pool` (in a pool of one page class a slab is a page) that were asked for, and that could
+    be given now. holder: who holds the most of the pool, as `name (n pages), ...`, most first; names are
+    `engine/request` or `ticket id`. retry_after_ns: when room is to be expected, from what is known of drains, copies,
+    leases and requests; 0 when asking again unchanged can't help.
+    """
 
     reason = "EXHAUSTED"
 

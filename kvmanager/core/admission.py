@@ -5,7 +5,7 @@ A promise is a count of slabs, not pages. Each byte is counted once: what is tak
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvmanager.core.group import Group
 from kvmanager.core.pool import Pool
 from kvmanager.core.reclaim import clean, idle, reclaimable_slabs
+from kvmanager.core.refusal import exhausted
 from kvmanager.core.request import Request
 from kvmanager.core.spans import DEVICE, HOST
 from kvmanager.core.spec import ChainSpec
@@ -46,12 +47,17 @@ class Demands:
         now[page_class] = now.get(page_class, 0) + pages
 
 
+def own_order(group: Group, chain: ChainSpec) -> TokenOrder:
+    """Order of the spans that an engine of the group fills itself."""
+    return chain.order if group.spec.sparse is None else SEQUENTIAL
+
+
 def growth_promise(group: Group, chain: ChainSpec, tokens: int) -> dict[str, int]:
     """Slabs by pool for `tokens` further tokens at the end of a chain, beyond pages held already."""
     promise: dict[str, int] = {}
     if tokens <= 0:
         return promise
-    order = chain.order if group.spec.sparse is None else SEQUENTIAL
+    order = own_order(group, chain)
     pages = -(-tokens // chain.span_tokens(order)) * chain.span_pages(order)
     for page_class in chain.classes:
         pool = group.pools[page_class.device_pool]
@@ -86,13 +92,36 @@ def outstanding_promise(group: Group, request: Request) -> dict[str, int]:
 
 
 def update_promise(state: State, request: Request) -> None:
-    """Brings the pools' promised counts up to date with what the request holds now."""
+    """Brings the pools' promised counts up to date with what the request holds now.
+
+    Of a sparse group a promise rises only as far as pages stand behind it: there, slabs come free by releases that
+    depend on copies and fences, so the window of resident pages ahead of a request is renewed when they did.
+    """
     group = state.groups[request.group]
-    for pool, slabs in request.promised.items():
+    wanted = outstanding_promise(group, request)
+    had, request.unbacked_slabs = request.promised, 0
+    for pool, slabs in had.items():
         group.pools[pool].promised_slabs -= slabs
-    request.promised = outstanding_promise(group, request)
-    for pool, slabs in request.promised.items():
+    if group.spec.sparse is not None:
+        backed = {name: _backed(group, request, name, slabs, had.get(name, 0)) for name, slabs in wanted.items()}
+        device = group.chains[0].pool(0, DEVICE).name
+        request.unbacked_slabs = wanted.get(device, 0) - backed.get(device, 0)
+        wanted = backed
+    request.promised = wanted
+    for pool, slabs in wanted.items():
         group.pools[pool].promised_slabs += slabs
+
+
+def _backed(group: Group, request: Request, name: str, wanted: int, had: int) -> int:
+    """How much of `wanted` slabs can be promised beside what others were promised; never less than before."""
+    pool = group.pools[name]
+    if wanted <= had:
+        return wanted
+    room = pool.free_slabs - pool.owed_slabs
+    if room < wanted:
+        # What the request gave up itself goes back to nobody else while it drains.
+        room += reclaimable_slabs(group, pool) + (len(request.truncated) if pool.tier == "device" else 0)
+    return max(had, min(wanted, room))
 
 
 def update_promises(state: State, group: Group) -> None:
@@ -102,15 +131,29 @@ def update_promises(state: State, group: Group) -> None:
             update_promise(state, request)
 
 
-def check(state: State, group: Group, demands: Demands) -> None:
-    """Raises PoolExhausted for the first pool that can't give what is asked now and promised later."""
+def check(state: State, group: Group, demands: Demands, own: Mapping[str, int] | None = None) -> None:
+    """Raises PoolExhausted for the first pool that can't give what is asked now and promised later.
+
+    `own`: pool -> slabs promised to the one who asks, which are not in its way.
+    """
     for name, demand in demands.by_pool.items():
-        _check_pool(state, group, group.pools[name], demand)
+        pool = group.pools[name]
+        needed = pool.slabs_needed(demand.now) + demand.later_slabs
+        _check_pool(state, group, pool, needed, demand.later_slabs, pool.owed_slabs - (own or {}).get(name, 0))
 
 
-def _check_pool(state: State, group: Group, pool: Pool, demand: Demand) -> None:
-    now = pool.slabs_needed(demand.now)
-    needed = now + demand.later_slabs
+def check_now(state: State, group: Group, demands: Demands) -> None:
+    """Raises PoolExhausted for the first pool that can't give what is promised already and asked now.
+
+    It happens only where more is promised than there is (overcommit above 1.0).
+    """
+    for name, demand in demands.by_pool.items():
+        pool = group.pools[name]
+        _check_pool(state, group, pool, pool.slabs_needed(demand.now), 0, 0)
+
+
+def _check_pool(state: State, group: Group, pool: Pool, needed: int, later: int, owed: int) -> None:
+    """`owed`: slabs that must stay for others; below zero where less is promised than may be."""
     if needed > pool.slabs:
         raise PoolExhausted(
             f"pool {pool.name} of {group.spec.name} has {pool.slabs} pages in all, the request needs {needed}: "
@@ -119,46 +162,25 @@ def _check_pool(state: State, group: Group, pool: Pool, demand: Demand) -> None:
             needed=needed,
             free=pool.slabs,
         )
-    slack = int((state.limits.overcommit - 1.0) * pool.slabs)
 
     def enough(reachable: int) -> bool:
-        return now <= reachable and needed <= reachable - pool.promised_slabs + slack
+        return needed - later <= reachable and needed <= reachable - owed
 
     if enough(pool.free_slabs):
         return  # what could be reclaimed is counted over all spans, so only when it matters
     reachable = pool.free_slabs + reclaimable_slabs(group, pool)
     if enough(reachable):
         return
-    free = max(reachable - pool.promised_slabs, 0)
-    if pool.tier == "device":
-        group.deficit_slabs = max(group.deficit_slabs, needed - free)
-    raise PoolExhausted(
-        f"pool {pool.name} of {group.spec.name} needs {needed} pages, {free} are free or reclaimable and not promised",
-        pool=pool.name,
-        needed=needed,
-        free=free,
-        holder=_largest_holder(state, group),
-        retry_after_ns=state.limits.retry_after_ns,
-    )
+    raise exhausted(state, group, pool, needed, max(min(reachable, reachable - owed), 0))
 
 
-def promises_hold(group: Group) -> bool:
-    """Every pool could give now all that it promised."""
-    return all(
-        pool.promised_slabs <= pool.free_slabs
-        or pool.promised_slabs <= pool.free_slabs + reclaimable_slabs(group, pool)
-        for pool in group.pools.values()
-    )
-
-
-def _largest_holder(state: State, group: Group) -> str:
-    """`engine/request (n spans)` of the request with the most spans in the group."""
-    best, most = "", 0
-    for request in state.holders(group.spec.name):
-        spans = sum(len(part.rows) for part in request.chains)
-        if spans > most:
-            best, most = f"{request.engine}/{request.request_id} ({spans} spans)", spans
-    return best
+def promises_hold(group: Group, wants: Mapping[str, Mapping[str, int]] | None = None) -> bool:
+    """Every pool could give now all that it owes, and the pages `wants[pool][class]` beside."""
+    for name, pool in group.pools.items():
+        needed = pool.owed_slabs + pool.slabs_needed((wants or {}).get(name, {}))
+        if needed > pool.free_slabs and needed > pool.free_slabs + reclaimable_slabs(group, pool):
+            return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -255,6 +255,7 @@ def _pins(state: State, group: Group, number: int) -> list[int]:
         pins += request.chains[number].anchors
         pins += [row for chain_number, row in request.donors if chain_number == number]
     held = [rows for entry in _entries(state, group) for rows in entry.unpins]
+    held += [(chain, [row]) for entry in _entries(state, group) for _, chain, row in entry.truncated]
     held += [rows for ticket in state.tickets.values() if ticket.group == group.spec.name for rows in ticket.rows]
     for chain_number, some in held:
         if chain_number == number:
@@ -278,6 +279,10 @@ def _audit_requests(state: State, group: Group) -> None:
         story = f"request {request.engine}/{request.epoch}/{request.request_id}"
         _check(request.waiting_on <= set(state.jobs), f"{story} waits for plans {request.waiting_on} that have ended")
         _check((request.phase is Phase.WAITING) == bool(request.waiting_on), f"{story} is {request.phase.value}")
+        engine = state.engine_of(request)
+        entries = [entry for waiting in (*engine.fences, engine.covered) for entry in waiting.truncated]
+        listed = [(chain, row) for number, chain, row in entries if number == request.request_id]
+        _check(sorted(listed) == sorted(request.truncated), f"{story}: gave up {request.truncated}, not {listed}")
         _check(request.fenced_tokens <= request.committed_tokens, f"{story}: fenced beyond what it committed")
         for part in request.chains:
             firsts = part.chain.table.first_token[part.rows.array].tolist()

@@ -24,6 +24,8 @@ def plan_ended(state: State, plan_id: int, outcome: CopyOutcome, error: KVError 
         return
     if not ended_well(outcome):
         state.counters["failed_plan"] += 1
+    if isinstance(job, CopyJob):
+        state.pace.note("copy_ns", state.now - job.since)
     if isinstance(job, PullJob):
         _pull_ended(state, plan_id, job, outcome, error)
     elif job.target_tier == HOST:

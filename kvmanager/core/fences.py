@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvmanager.core.admission import update_promise
+from kvmanager.core.admission import update_promise, update_promises
+from kvmanager.core.group import Group
 from kvmanager.core.lifecycle import drop_request
 from kvmanager.core.settle import publish, settle_tail
 from kvmanager.core.state import Engine, FenceEntry, State
@@ -22,6 +23,15 @@ def reached(state: State, entry: FenceEntry) -> bool:
     return all(state.timelines.get(attach, 0) >= value for attach, value in entry.fence.items())
 
 
+def _free_truncated(group: Group, engine: Engine, entry: FenceEntry) -> None:
+    """Spans that were given up and not taken back."""
+    for request_id, chain_number, row in entry.truncated:
+        request = engine.requests.get(request_id)
+        if request is not None and (chain_number, row) in request.truncated:
+            request.truncated.remove((chain_number, row))
+        group.chains[chain_number].unpin([row])
+
+
 def apply_entry(state: State, engine: Engine, entry: FenceEntry, *, keep_commits: bool) -> None:
     """Publishes commits (if they are known to be written), then closes, unpins and frees."""
     group = state.groups[engine.group]
@@ -36,8 +46,13 @@ def apply_entry(state: State, engine: Engine, entry: FenceEntry, *, keep_commits
         if request is not None:
             settle_tail(state, request)
             drop_request(state, request)
+    _free_truncated(group, engine, entry)
     for chain_number, rows in entry.unpins:
         group.chains[chain_number].unpin(rows)
     for pool, page_class, pages in entry.frees:
         group.pools[pool].give(page_class, pages)
+    if entry.frees:
+        update_promises(state, group)  # what was released backs the windows of those who release
+    if keep_commits:
+        state.pace.note("fence_ns", state.now - entry.since)
     group.unblock()

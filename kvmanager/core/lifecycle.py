@@ -39,6 +39,8 @@ def refuse_waiting(state: State, request: Request, error: KVError) -> None:
 def drop_request(state: State, request: Request) -> None:
     """Gives back all that a request holds, at once: no work of its engine may touch its pages any more."""
     group = state.groups[request.group]
+    if request.phase is Phase.CLOSING:
+        state.pace.note("request_ns", state.now - request.since)
     leave_session(state, request)
     for pool, slabs in request.promised.items():
         group.pools[pool].promised_slabs -= slabs

@@ -121,7 +121,7 @@ def onboard(
     rows = [t for _, t in pairs]
     donors = [s for s, t in pairs if s != t]
     chain.table.busy[np.asarray([*rows, *donors], np.int64)] += 1
-    job = CopyJob(group.spec.name, chain_number, page_class, rows, DEVICE, donors)
+    job = CopyJob(group.spec.name, chain_number, page_class, rows, DEVICE, donors, since=state.now)
     state.jobs[plan.plan_id] = job
     state.effects.append(SubmitPlan(plan))
     return job

@@ -23,13 +23,14 @@ from kvmanager.core.lifecycle import drop_request, opened
 from kvmanager.core.movement import copy_on_write, onboard, onboard_in_flight
 from kvmanager.core.prefix import Match
 from kvmanager.core.pulling import start_pull
+from kvmanager.core.refusal import exhausted
 from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.residency import first_resident, take_hot
 from kvmanager.core.rows import RowList, as_range, no_rows
 from kvmanager.core.sessions import begin_turn
 from kvmanager.core.spans import DEVICE, HOST, NO_SPAN, CopyState
 from kvmanager.core.state import Engine, State
-from kvmanager.errors import CapacityError, InvalidArgument, PoolExhausted
+from kvmanager.errors import CapacityError, InvalidArgument
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ def _register(state: State, engine: Engine, group: Group, event: Open, shapes: l
         cached_tokens=(first.segments + first.donor_segments) * group.spec.page_rows,
         donors=donors,
         ranks_lost=engine.ranks_lost,
+        since=state.now,
     )
     request.committed_tokens = request.cached_tokens
     # A donor's rows are copied by the worker before its first write: they are there once that is fenced.
@@ -254,13 +256,7 @@ def _take_class(
         pool = chain.pool(page_class, tier)
         pages = state.reclaimers[group.spec.name].take(pool, name, needed)
         if pages is None:
-            raise PoolExhausted(
-                f"pool {pool.name}: {needed} pages of class {name} don't fit",
-                pool=pool.name,
-                needed=needed,
-                free=pool.free_slabs,
-                retry_after_ns=state.limits.retry_after_ns,
-            )
+            raise exhausted(state, group, pool, pool.slabs_needed({name: needed}), pool.free_slabs)
         chain.put_many(page_class, tier, rows, pages)
     reads_host = len(host_rows) or len(chain.absent(page_class, DEVICE, part.rows.array[: part.shared]))
     if group.spec.sparse is not None and name == group.spec.sparse.latent_class and reads_host:
@@ -283,7 +279,7 @@ def _host_placed(
     pool = chain.pool(page_class, DEVICE)
     indexers = {c.name: sum(widths) for c in chain.spec.classes if c.name != sparse.latent_class}
     growth = growth_promise(group, chain.spec, request.most_tokens - part.end_token).get(pool.name, 0)
-    set_aside = pool.promised_slabs + pool.slabs_needed(indexers) + sparse.hot_slabs + growth + sum(widths[tail:])
+    set_aside = max(pool.owed_slabs, 0) + pool.slabs_needed(indexers) + sparse.hot_slabs + growth + sum(widths[tail:])
     room = device_slabs_free(group, pool) - set_aside
     placed = []
     for row, width in zip(new[:tail].tolist(), widths[:tail], strict=True):

@@ -102,7 +102,7 @@ class Pool:
     """Pages of one or several classes over `ranks` equal regions, one page index meaning all ranks.
 
     `unit_bytes`: bytes of one accounting unit on one rank (the finest page class). `promised_slabs`: promised to
-    admitted requests and not taken yet (an overlay).
+    admitted requests and not taken yet (an overlay). `overbooked_slabs`: how many may be promised beyond what is there.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class Pool:
         self.capacity_units = slabs * finest
         self.spaces = {c: PageSpace(f"{name}/{c}", slabs * n, finest // n) for c, n in per_slab.items()}
         self.promised_slabs = 0
+        self.overbooked_slabs = 0
 
     def take(self, page_class: str, count: int) -> PageArray | None:
         """`count` pages, reserved, with a new generation each; None when they don't fit."""
@@ -149,6 +150,11 @@ class Pool:
     def free_slabs(self) -> int:
         """Slabs owned by no class."""
         return self._slabs.free_slabs
+
+    @property
+    def owed_slabs(self) -> int:
+        """Promised slabs that something must stand behind; below zero while less is promised than may be."""
+        return self.promised_slabs - self.overbooked_slabs
 
     def slabs_needed(self, pages: Mapping[str, int]) -> int:
         """Free slabs that taking these pages would consume."""

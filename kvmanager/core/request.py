@@ -92,7 +92,9 @@ class Request:
     whose residency the worker has not been told. hot: hot-buffer pages. worker_plans: copies the worker runs before
     its first write. donors: (chain, row) that they read, one pin each until the first commit's fence.
     ranks_lost: how many ranks its engine had lost when it was opened. owner: number of its session, NO_OWNER
-    without one. stop_reason, session_ends: as its close said.
+    without one. stop_reason, session_ends: as its close said. truncated: (chain, row) of spans it gave up that still
+    drain. unbacked_slabs: device slabs of its window that no page stands behind now (sparse groups). since: when it
+    was admitted, ns.
     """
 
     engine: str
@@ -120,6 +122,9 @@ class Request:
     owner: int = NO_OWNER
     stop_reason: str = ""
     session_ends: bool = False
+    truncated: list[tuple[int, int]] = field(default_factory=list)
+    unbacked_slabs: int = 0
+    since: int = 0
 
     @property
     def most_tokens(self) -> int:

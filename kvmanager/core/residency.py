@@ -61,11 +61,12 @@ def release_under_pressure(state: State, engine: Engine, group: Group) -> list[H
     chain = group.chains[0]
     latent = group.class_index(chain, sparse.latent_class)
     pool = chain.pool(latent, DEVICE)
-    short = max(sparse.hot_slabs, pool.promised_slabs) - pool.free_slabs
+    short = max(sparse.hot_slabs, pool.owed_slabs) - pool.free_slabs
     if short > 0:
         short -= reclaimable_slabs(group, pool)
     # A refused request's deficit is what it lacked beyond free and reclaimable slabs, so those don't cover it.
-    missing = max(short, 0) + group.deficit_slabs - _draining(pool, sparse.latent_class)
+    unbacked = sum(r.unbacked_slabs for r in engine.requests.values() if r.phase is Phase.RUNNING)
+    missing = max(short, 0) + group.deficit_slabs + unbacked - _draining(pool, sparse.latent_class)
     for request in sorted(engine.requests.values(), key=lambda r: -r.request_id):
         if missing <= 0 or request.phase is not Phase.RUNNING:
             continue

@@ -38,19 +38,22 @@ COUNTERS = (
 class FenceEntry:
     """What happens once the work that a message covers is complete.
 
-    commits: (request id, tokens). unpins: (chain index, rows). frees: (pool, class, pages).
+    commits: (request id, tokens). unpins: (chain index, rows). frees: (pool, class, pages). truncated: (request id,
+    chain index, row), one pin each. since: when the message came, ns.
     """
 
     fence: dict[int, int]
+    since: int = 0
     commits: list[tuple[int, int]] = field(default_factory=list)
     unpins: list[tuple[int, list[int]]] = field(default_factory=list)
     frees: list[tuple[str, str, Int64Array]] = field(default_factory=list)
     closes: list[int] = field(default_factory=list)
+    truncated: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
         """Nothing waits for it."""
-        return not (self.commits or self.unpins or self.frees or self.closes)
+        return not (self.commits or self.unpins or self.frees or self.closes or self.truncated)
 
 
 @dataclass
@@ -94,11 +97,28 @@ class Engine:
 
 
 @dataclass
+class Pace:
+    """How long things take here, ns: running averages of what was seen; 0 until then.
+
+    fence: from a message to the end of the work it covers. copy: of a plan. request: from admission to its end.
+    """
+
+    fence_ns: int = 0
+    copy_ns: int = 0
+    request_ns: int = 0
+
+    def note(self, name: str, took_ns: int) -> None:
+        """One more observation of `name`, which counts an eighth."""
+        old = getattr(self, name)
+        setattr(self, name, took_ns if old == 0 else old + (took_ns - old) // 8)
+
+
+@dataclass
 class CopyJob:
     """A plan in flight on spans of one chain: an offload or mirror, or an onboard.
 
     rows: spans whose copies it reads or fills, one `busy` each. extra: further busy rows (donors).
-    waiters: (engine, epoch, request id) that go on when it is done.
+    waiters: (engine, epoch, request id) that go on when it is done. since: when it was submitted, ns.
     """
 
     group: str
@@ -108,6 +128,7 @@ class CopyJob:
     target_tier: int
     extra: list[int] = field(default_factory=list)
     waiters: list[tuple[str, int, int]] = field(default_factory=list)
+    since: int = 0
 
 
 @dataclass
@@ -143,6 +164,10 @@ class State:
     def __init__(self, groups: list[Group], limits: Limits) -> None:
         self.limits = limits
         self.groups = {group.spec.name: group for group in groups}
+        for group in groups:
+            for pool in group.pools.values():
+                pool.overbooked_slabs = int((limits.overcommit - 1.0) * pool.slabs)
+        self.pace = Pace()
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.reclaimers = self._reclaimers()
         self.engines: dict[str, Engine] = {}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvmanager.allocators.fixed import PageArray
-from kvmanager.core.admission import Demands, check, update_promise
+from kvmanager.core.admission import update_promise
 from kvmanager.core.events import (
     Close,
     Closing,
@@ -19,16 +18,14 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.fences import resolve_fences
 from kvmanager.core.group import Group
+from kvmanager.core.growth import resize
 from kvmanager.core.lifecycle import drop_request
 from kvmanager.core.opening import open_request
-from kvmanager.core.pool import PageState
-from kvmanager.core.request import Phase, Request, RequestChain
+from kvmanager.core.request import Phase, Request
 from kvmanager.core.residency import release_under_pressure, residency_rows
 from kvmanager.core.sessions import end_turn
-from kvmanager.core.spans import DEVICE, CopyState
 from kvmanager.core.state import Engine, FenceEntry, State
-from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, PoolExhausted
-from kvmanager.geometry import SEQUENTIAL
+from kvmanager.errors import InvalidArgument, KVError, LimitExceeded
 
 
 def step(state: State, event: Step) -> StepDone:
@@ -83,7 +80,7 @@ def _apply(state: State, engine: Engine, event: Step) -> StepDone:
     group = state.groups[engine.group]
     group.unblock()
     entry, engine.covered = engine.covered, FenceEntry({})
-    entry.fence = dict(event.fence)
+    entry.fence, entry.since = dict(event.fence), state.now
     engine.fence_values.update(event.fence)
     grown: list[Grown] = []
     opened: list[Opened] = []
@@ -128,7 +125,7 @@ def _progress(state: State, engine: Engine, group: Group, entry: FenceEntry, pro
     if progress.rejected_tokens:
         state.counters["draft_truncation"] += 1
     capacity = max(progress.capacity_tokens, request.committed_tokens)
-    kept, first_new, error = _resize(state, group, entry, request, capacity)
+    kept, first_new, error = resize(state, engine, entry, request, capacity)
     update_promise(state, request)
     if error is None and first_new is None and kept is None:
         return []
@@ -172,86 +169,6 @@ def _let_donors_go(entry: FenceEntry, request: Request) -> None:
     for number, row in request.donors:
         entry.unpins.append((number, [row]))
     request.donors = []
-
-
-def _resize(
-    state: State, group: Group, entry: FenceEntry, request: Request, capacity: int
-) -> tuple[int | None, list[int] | None, KVError | None]:
-    """(spans kept after a truncate, first new ordinal a chain after a grow, error), None for what did not happen."""
-    kept: int | None = None
-    firsts: list[int] | None = None
-    if any(_surplus(part, capacity) for part in request.chains):
-        for number, part in enumerate(request.chains):
-            _truncate(entry, number, part, capacity)
-        kept = len(request.chains[0].rows)
-    if any(part.end_token < capacity for part in request.chains):
-        firsts = [len(part.rows) for part in request.chains]
-        try:
-            for part in request.chains:
-                _grow(state, group, request, part, capacity)
-        except PoolExhausted as error:
-            return kept, firsts, error
-    request.capacity_tokens = capacity
-    return kept, firsts, None
-
-
-def _surplus(part: RequestChain, capacity: int) -> bool:
-    return len(part.rows) > part.shared and int(part.chain.table.first_token[part.rows[-1]]) >= capacity
-
-
-def _truncate(entry: FenceEntry, number: int, part: RequestChain, capacity: int) -> None:
-    """Gives back whole spans at the end that hold nothing committed; their pages drain until the fence."""
-    chain = part.chain
-    gone: list[int] = []
-    while _surplus(part, capacity):
-        row = part.rows.pop()
-        assert not chain.table.published[row]
-        for c in range(len(chain.spec.classes)):
-            if chain.table.copies[c, DEVICE, row] != CopyState.ABSENT:
-                chain.set_state(c, DEVICE, row, CopyState.FILLING, PageState.DRAINING)
-        gone.append(row)
-    entry.unpins.append((number, gone))
-
-
-def _grow(state: State, group: Group, request: Request, part: RequestChain, capacity: int) -> None:
-    """Adds spans until positions [0, capacity) have pages; those already added stay if one does not fit."""
-    chain = part.chain
-    order = chain.spec.order if group.spec.sparse is None else SEQUENTIAL
-    while part.end_token < capacity:
-        first = part.end_token
-        if first >= request.most_tokens:
-            _ask_beyond_promise(state, group, request, part)
-        taken: list[tuple[int, PageArray]] = []
-        for c, page_class in enumerate(chain.spec.classes):
-            pool = chain.pool(c, DEVICE)
-            pages = state.reclaimers[group.spec.name].take(pool, page_class.name, chain.spec.span_pages(order))
-            if pages is None:
-                for done, earlier in taken:
-                    chain.pool(done, DEVICE).give(chain.spec.classes[done].name, earlier)
-                group.deficit_slabs = max(group.deficit_slabs, chain.spec.span_pages(order))
-                raise PoolExhausted(
-                    f"request {request.request_id}: pool {pool.name} has no page to grow by",
-                    pool=pool.name,
-                    needed=chain.spec.span_pages(order),
-                    free=pool.free_slabs,
-                    retry_after_ns=state.limits.retry_after_ns,
-                )
-            taken.append((c, pages))
-        row = chain.table.add(first, order, state.now, request.namespace, request.owner)
-        chain.table.pin([row])
-        for c, pages in taken:
-            chain.put(c, DEVICE, row, pages)
-        part.rows.append(row)
-
-
-def _ask_beyond_promise(state: State, group: Group, request: Request, part: RequestChain) -> None:
-    """Raises PoolExhausted when a span past the declared growth would take what was promised to others."""
-    update_promise(state, request)
-    order = part.chain.spec.order if group.spec.sparse is None else SEQUENTIAL
-    demands = Demands()
-    for page_class in part.chain.spec.classes:
-        demands.add_now(page_class.device_pool, page_class.name, part.chain.spec.span_pages(order))
-    check(state, group, demands)
 
 
 def _close(state: State, engine: Engine, entry: FenceEntry, close: Close) -> None:

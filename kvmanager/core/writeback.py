@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,7 @@ from kvmanager.core.group import Chain, Group
 from kvmanager.core.movement import between_tiers
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.core.pool import Want
-from kvmanager.core.reclaim import NO_LOSSES, BoolArray, Losses, droppable, reclaimable_slabs
+from kvmanager.core.reclaim import NO_LOSSES, BoolArray, Losses, droppable
 from kvmanager.core.rows import RowArray, RowQueue
 from kvmanager.core.spans import DEVICE, HOST, CopyState
 from kvmanager.core.state import CopyJob, State
@@ -178,7 +177,7 @@ def _take_together(state: State, group: Group, chain: Chain, choice: _Choice) ->
         table.busy[some] += 1
     reclaimer = state.reclaimers[group.spec.name]
     had = len(choice.losses) == 0 or reclaimer.still_had(chain, group.pools[choice.pool], choice.losses)
-    if not had or (idle_rows and not _promises_hold_beside(group, choice.wants)):
+    if not had or (idle_rows and not promises_hold(group, choice.wants)):
         for some in lacking:
             table.busy[some] -= 1
         return False
@@ -192,13 +191,6 @@ def _take_together(state: State, group: Group, chain: Chain, choice: _Choice) ->
     return True
 
 
-def _promises_hold_beside(group: Group, wants: Mapping[str, Mapping[str, int]]) -> bool:
-    """Every pool could give all that it promised, and these pages too."""
-    for name, pool in group.pools.items():
-        needed = pool.promised_slabs + pool.slabs_needed(wants.get(name, {}))
-        if needed > pool.free_slabs and needed > pool.free_slabs + reclaimable_slabs(group, pool):
-            return False
-    return True
 
 
 def _take_in_turn(state: State, group: Group, number: int) -> list[int]:
@@ -227,11 +219,14 @@ def _take_host_pages(state: State, group: Group, chain: Chain, row: int) -> bool
     idle = table.pins[row] == 0 and table.busy[row] == 0
     # In flight from here on: neither this take nor a later one of the batch may evict it.
     table.busy[row] += 1
-    if idle and not promises_hold(group):
+    classes = [c for c in range(table.classes) if _lack(chain, c, np.asarray([row], np.int64))[0]]
+    wants: dict[str, dict[str, int]] = {}
+    for c in classes:
+        wants.setdefault(chain.pool(c, HOST).name, {})[chain.page_class(c).name] = int(chain.widths([row])[0])
+    if idle and not promises_hold(group, wants):
         # What can be reclaimed was promised to somebody, and a span in flight can't be.
         table.busy[row] -= 1
         return False
-    classes = [c for c in range(table.classes) if _lack(chain, c, np.asarray([row], np.int64))[0]]
     for c in classes:
         pages = state.reclaimers[group.spec.name].take(
             chain.pool(c, HOST), chain.page_class(c).name, chain.spec.span_pages(table.order(row))
@@ -257,5 +252,7 @@ def _submit(state: State, group: Group, number: int, rows: list[int]) -> None:
         source, target = (chain.table.page_lists(c, tier, new) for tier in (DEVICE, HOST))
         purpose = Purpose.MIRROR if group.spec.sparse else Purpose.OFFLOAD
         plan = CopyPlan(state.new_plan_id(), purpose, between_tiers(chain, c, DEVICE, (source, target)))
-        state.jobs[plan.plan_id] = CopyJob(group.spec.name, number, c, new.tolist(), HOST)
+        state.jobs[plan.plan_id] = CopyJob(
+            group.spec.name, number, c, new.tolist(), HOST, since=state.now
+        )
         state.effects.append(SubmitPlan(plan))

@@ -1,0 +1,155 @@
+"""Growing and shrinking a running request.
+
+What the promise covers is given first and can't fail while no more than the pool is promised (overcommit 1.0);
+what goes beyond it is given as a whole or not at all, so that asking for too much costs nobody a cached page.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvmanager.core.admission import Demands, check, check_now, own_order, update_promise
+from kvmanager.core.group import Group
+from kvmanager.core.pool import PageState
+from kvmanager.core.request import Request, RequestChain
+from kvmanager.core.spans import DEVICE, CopyState
+from kvmanager.core.state import Engine, FenceEntry, State
+from kvmanager.errors import KVError, PoolExhausted
+
+
+def resize(
+    state: State, engine: Engine, entry: FenceEntry, request: Request, capacity: int
+) -> tuple[int | None, list[int] | None, KVError | None]:
+    """(spans kept after a truncate, first new ordinal a chain after a grow, error), None for what did not happen."""
+    kept: int | None = None
+    firsts: list[int] | None = None
+    if any(_surplus(part, capacity) for part in request.chains):
+        for number, part in enumerate(request.chains):
+            _truncate(entry, request, number, part, capacity)
+        kept = len(request.chains[0].rows)
+    if any(part.end_token < capacity for part in request.chains):
+        firsts = [len(part.rows) for part in request.chains]
+        try:
+            _grow(state, engine, entry, request, capacity)
+        except PoolExhausted as error:
+            return kept, firsts, error
+    request.capacity_tokens = capacity
+    return kept, firsts, None
+
+
+# ------------------------------------------------------------------------------------ shrinking
+
+
+def _surplus(part: RequestChain, capacity: int) -> bool:
+    return len(part.rows) > part.shared and int(part.chain.table.first_token[part.rows[-1]]) >= capacity
+
+
+def _truncate(entry: FenceEntry, request: Request, number: int, part: RequestChain, capacity: int) -> None:
+    """Gives back whole spans at the end that hold nothing committed; their pages drain until the fence."""
+    chain = part.chain
+    while _surplus(part, capacity):
+        row = part.rows.pop()
+        assert not chain.table.published[row]
+        for c in range(len(chain.spec.classes)):
+            if chain.table.copies[c, DEVICE, row] != CopyState.ABSENT:
+                chain.set_state(c, DEVICE, row, CopyState.FILLING, PageState.DRAINING)
+        entry.truncated.append((request.request_id, number, row))
+        request.truncated.append((number, row))
+
+
+def _take_back(engine: Engine, entry: FenceEntry, request: Request, capacity: int) -> None:
+    """Spans that this request gave up and that still drain: its own later work comes after all that touches them.
+
+    So a truncated request never waits for its own fence, and nobody else gets these pages meanwhile.
+    """
+    for number, part in enumerate(request.chains):
+        while part.end_token < capacity and (row := _draining(request, number, part)) is not None:
+            for waiting in (entry, *engine.fences):
+                if (request.request_id, number, row) in waiting.truncated:
+                    waiting.truncated.remove((request.request_id, number, row))
+            request.truncated.remove((number, row))
+            for c in range(len(part.chain.spec.classes)):
+                if part.chain.table.copies[c, DEVICE, row] != CopyState.ABSENT:
+                    part.chain.set_state(c, DEVICE, row, CopyState.FILLING, PageState.FILLING)
+            part.rows.append(row)
+
+
+def _draining(request: Request, number: int, part: RequestChain) -> int | None:
+    """A span that the request gave up just where the chain ends now."""
+    table, end = part.chain.table, part.end_token
+    return next((row for chain, row in request.truncated if chain == number and table.first_token[row] == end), None)
+
+
+# -------------------------------------------------------------------------------------- growing
+
+
+def _grow(state: State, engine: Engine, entry: FenceEntry, request: Request, capacity: int) -> None:
+    """Adds spans until positions [0, capacity) have pages. Raises PoolExhausted; what the promise covers stays."""
+    if request.truncated:
+        _take_back(engine, entry, request, capacity)
+    group = state.groups[request.group]
+    if all(part.end_token >= capacity for part in request.chains):
+        return
+    if not _covered(group, request, capacity):
+        update_promise(state, request)
+    covered = _covered_until(group, request, capacity)
+    if covered > min(part.end_token for part in request.chains):
+        demands = _demands(group, request, covered)
+        check_now(state, group, demands)
+        _add(state, group, request, covered)
+        update_promise(state, request)
+    if any(part.end_token < capacity for part in request.chains):
+        check(state, group, _demands(group, request, capacity), own=request.promised)
+        _add(state, group, request, capacity)
+
+
+def _demands(group: Group, request: Request, capacity: int) -> Demands:
+    """Device pages that positions up to `capacity` lack."""
+    demands = Demands()
+    for part in request.chains:
+        order = own_order(group, part.chain.spec)
+        spans = max(0, -(-(capacity - part.end_token) // part.chain.spec.span_tokens(order)))
+        for page_class in part.chain.spec.classes:
+            demands.add_now(page_class.device_pool, page_class.name, spans * part.chain.spec.span_pages(order))
+    return demands
+
+
+def _covered(group: Group, request: Request, capacity: int) -> bool:
+    return all(
+        group.pools[name].slabs_needed(demand.now) <= request.promised.get(name, 0)
+        for name, demand in _demands(group, request, capacity).by_pool.items()
+    )
+
+
+def _covered_until(group: Group, request: Request, capacity: int) -> int:
+    """The most tokens, up to `capacity`, whose pages are promised."""
+    if _covered(group, request, capacity):
+        return capacity
+    low, high = min(part.end_token for part in request.chains), capacity
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _covered(group, request, middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _add(state: State, group: Group, request: Request, capacity: int) -> None:
+    """Takes the pages of all chains; they are known to fit."""
+    reclaimer = state.reclaimers[group.spec.name]
+    for part in request.chains:
+        chain, table = part.chain, part.chain.table
+        order = own_order(group, chain.spec)
+        firsts = np.arange(part.end_token, capacity, chain.spec.span_tokens(order), dtype=np.int64)
+        if len(firsts) == 0:
+            continue
+        segments, interleave = (np.full(len(firsts), n, np.int32) for n in (order.segments, order.interleave))
+        rows = table.add_many(firsts, segments, interleave, state.now, request.namespace, request.owner)
+        table.pin(rows)
+        part.rows.extend(rows)
+        for c, page_class in enumerate(chain.spec.classes):
+            wanted = len(firsts) * chain.spec.span_pages(order)
+            pages = reclaimer.take(chain.pool(c, DEVICE), page_class.name, wanted)
+            assert pages is not None, "admission counted these pages"
+            chain.put_many(c, DEVICE, rows, pages)
