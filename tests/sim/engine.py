@@ -89,6 +89,7 @@ class SimEngine:
         self.requests: dict[int, SimRequest] = {}
         self.pending: Pending | None = None
         self.last: tuple[Step, StepDone] | None = None
+        self.refused: SimRequest | None = None
 
     # --------------------------------------------------------------------------- messages
 
@@ -98,7 +99,19 @@ class SimEngine:
 
     def _compose(self) -> Pending:
         self._read_notices()
-        progress, closes, opens = self._progress(), self._closes(), self._opens()
+        return self._message(self._progress(), self._closes(), self._opens())
+
+    def send(
+        self, progress: list[Progress], closes: list[Close] | None = None,
+        opens: list[tuple[Open, SimRequest]] | None = None,
+    ) -> None:  # fmt: skip
+        """One message that says just this; `_compose` draws what it says otherwise."""
+        self._read_notices()
+        self._send(self._message(progress, closes or [], opens or []))
+
+    def _message(
+        self, progress: list[Progress], closes: list[Close], opens: list[tuple[Open, SimRequest]]
+    ) -> Pending:
         message = Step(
             self.name, self.epoch, self.number + 1, self.seen, {r.attach_id: self.value for r in self.ranks},
             tuple(progress), tuple(o for o, _ in opens), tuple(closes),
@@ -115,6 +128,8 @@ class SimEngine:
         self.number += 1
         self.last = (pending.message, reply)
         assert not reply.errors, reply.errors
+        for said in pending.message.progress:
+            self.requests[said.request_id].starved = False
         for grown in reply.grown:
             self._grown(grown)
         for closed in pending.closes:
@@ -196,6 +211,8 @@ class SimEngine:
             if isinstance(answer.error, InvalidArgument):
                 assert "open already" in str(answer.error)
             self.requests.pop(request.request_id, None)
+            if isinstance(answer.error, CapacityError):
+                self.refused = request
             return
         self.requests[request.request_id] = request
         if answer.state == "waiting":
@@ -206,6 +223,7 @@ class SimEngine:
 
     def _grown(self, grown: Grown) -> None:
         request = self.requests[grown.request_id]
+        request.starved = grown.error is not None
         if grown.error is not None:
             self.world.happened["grow refused"] += 1
             assert isinstance(grown.error, CapacityError)
@@ -297,7 +315,7 @@ class SimEngine:
         else:
             text = next_text(self.texts, self.draw)
         prompt = len(text.digests)
-        growth = self.draw.choice((0, 3, 10, 40))
+        growth = self.draw.choice((0, 3, 10, 40) if self.world.limits.overcommit == 1.0 else (40, 90))
         learn(text.digests)
         group = self.world.node.state.groups[self.spec.name]
         tables = [ChainTable(chain, group) for chain in self.spec.chains]

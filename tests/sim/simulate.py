@@ -20,13 +20,14 @@ from tests.sim.crash import Crashes
 from tests.sim.engine import SimEngine
 from tests.sim.harness import World
 from tests.sim.network import Network
-from tests.sim.worlds import KINDS, LIMITS, Regions, kind_of
+from tests.sim.standstill import nobody_stands_still, quiet
+from tests.sim.worlds import KINDS, LIMITS, Regions, kind_of, limits_of
 
 ACTIONS = {
     "step": 34, "advance": 34, "plan": 24, "pull": 14, "resend": 2, "export": 6, "tick": 3, "renew": 1,
     "late": 1, "lose_plan": 0.5, "mover": 0.3, "break_stream": 0.3, "lose": 5, "register": 0.6,
     "cut_stream": 0.7, "resume_stream": 3, "partition": 0.5, "heal": 2,
-    "crash": 2,
+    "crash": 2, "get_on": 1.5,
 }  # fmt: skip
 MORE = {"handoff": {"export": 20, "pull": 40}, "many": {"export": 20, "pull": 40}}
 PLAN_ENDS = [CopyOutcome.DONE] * 17 + [CopyOutcome.FAILED, CopyOutcome.CANCELLED, CopyOutcome.UNKNOWN_FATE]
@@ -62,7 +63,7 @@ class Simulation:
         nodes = KINDS[self.kind](regions, self.draw)
         self.net = Network(self.draw, Memory(regions.sizes))
         policy = policy_of(seed)
-        self.worlds = [World(i, specs, LIMITS, self.net, policy) for i, specs in enumerate(nodes)]
+        self.worlds = [World(i, specs, limits_of(self.kind), self.net, policy) for i, specs in enumerate(nodes)]
         for world in self.worlds:
             world.crashes = Crashes(world)
             weakref.finalize(self, world.crashes.close)
@@ -116,6 +117,10 @@ class Simulation:
                 broken = [e for e in self.engines.values() if e.cut]
                 if broken:
                     self.draw.choice(broken).resume_stream()
+            case "get_on" if not (engine.stale or engine.cut):
+                quiet(self.worlds, [*self.engines.values(), *self.dying])
+                alone = not any(other.world is engine.world for other in self.dying)
+                nobody_stands_still(engine, alone)
             case "partition" | "heal":
                 self._wire(cut=action == "partition")
             case "step" | "resend" | "export" | "break_stream" | "cut_stream" if not (engine.stale or engine.cut):

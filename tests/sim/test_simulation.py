@@ -10,7 +10,7 @@ from kvmanager.core.node import Node
 from tests.sim.many import run_all
 from tests.sim.shrink import simulate
 from tests.sim.simulate import FINISH, Simulation, policy_of
-from tests.sim.worlds import KINDS, LIMITS
+from tests.sim.worlds import KINDS
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -52,7 +52,7 @@ def test_same_events_same_effects(seed: int) -> None:
     """The events of a history, applied to other nodes, give the same effects one by one."""
     simulation = Simulation(seed)
     simulation.run(200)
-    nodes = [Node(world.specs, LIMITS, policy=policy_of(seed)) for world in simulation.worlds]
+    nodes = [Node(world.specs, world.limits, policy=policy_of(seed)) for world in simulation.worlds]
     entries = [entry for entry in simulation.net.story if not isinstance(entry, str)]
     assert len(entries) >= 200
     with np.printoptions(threshold=100_000):

@@ -181,6 +181,7 @@ class SimRequest:
     hot: np.ndarray | None = None
     plans: tuple[CopyPlan, ...] = ()
     exported: bool = False
+    starved: bool = False
 
     @property
     def end(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec, SparseSpec
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
@@ -143,9 +143,21 @@ def _many(regions: Regions, draw: random.Random) -> Nodes:
     return [[pair, quad], [other, keep], [permute, both]]
 
 
+def _overbooked(regions: Regions, draw: random.Random) -> Nodes:
+    """Half as much again is promised as there is: growth may find nothing, and somebody must step back."""
+    return [[sharded(regions, "main", draw.randint(8, 14), draw.choice((8, 20, 50)))]]
+
+
 KINDS: dict[str, Callable[[Regions, random.Random], Nodes]] = {
     "sharded": _one_sharded, "two-chains": _two_chains, "handoff": _handoff, "many": _many,
+    "overbooked": _overbooked,
 }  # fmt: skip
+_OTHER_LIMITS = {"overbooked": {"overcommit": 1.5}}
+
+
+def limits_of(kind: str) -> Limits:
+    """Limits of the nodes of a world."""
+    return replace(LIMITS, **_OTHER_LIMITS.get(kind, {}))
 
 
 def kind_of(seed: int) -> str:
