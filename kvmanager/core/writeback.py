@@ -191,8 +191,6 @@ def _take_together(state: State, group: Group, chain: Chain, choice: _Choice) ->
     return True
 
 
-
-
 def _take_in_turn(state: State, group: Group, number: int) -> list[int]:
     """Host pages span by span, up to a batch, as far as there is room."""
     rows: list[int] = []

@@ -190,7 +190,7 @@ class Simulation:
             world.settle()
             world.kill_mover()
         for world in self.worlds:
-            while world.flights:
-                world.settle()
+            while world.flights:  # without another tick: each lets host copies be weighed again, and some are made anew
+                world.end_plan(self.draw.choice(list(world.flights)))
             world.check_empty()
 
