@@ -8,6 +8,7 @@ import pytest
 from kvmanager.core.events import Closing, CopyOutcome, MoverGone, TicketInfo
 from kvmanager.core.pool import PageState
 from kvmanager.errors import PoolExhausted
+from tests.sim.bytes_driver import pattern, start
 from tests.sim.driver import Client, Driver, pages_of, sharded_group
 
 SPAN = 512
@@ -64,4 +65,22 @@ def test_the_next_request_of_that_id_is_not_woken_by_the_old_write(driver: Drive
     assert client.open(2, 4 * SPAN + 1, "b").cached_tokens == 0
     driver.end_all()
     assert driver.notices[-1].ready.state == "runnable"
+    driver.leave(client)
+
+
+def test_bytes_that_arrive_after_the_abort_hurt_nobody() -> None:
+    driver, client = start(8, 0)
+    client.open(1, 4 * SPAN, "a", ticket=TICKET)
+    (pull,) = driver.pulls
+    (target,) = driver.pulls[pull].targets
+    client.close(1, Closing.ABORTED)
+    other = client.open(2, 4 * SPAN, "b")
+    client.write(other, "b", 0, 4 * SPAN)
+    driver.memory.fill(client.layout, target.rows, pattern("late", target.positions))
+    client.read(other, "b", 4 * SPAN)
+    driver.end(pull)
+    last = client.open(3, 3 * SPAN, "c")
+    client.write(last, "c", 0, 3 * SPAN)
+    client.read(last, "c", 3 * SPAN)
+    client.read(other, "b", 4 * SPAN)
     driver.leave(client)

@@ -3,6 +3,7 @@
 import pytest
 
 from kvmanager.core.events import Closing
+from tests.sim.bytes_driver import start
 from tests.sim.driver import Client, Driver, sharded_group
 
 SPAN = 512
@@ -73,3 +74,21 @@ def test_one_unpin_too_many_is_an_error_and_no_clamp() -> None:
     table.unpin([row])
     with pytest.raises(AssertionError, match="once too often"):
         table.unpin([row])
+
+
+def test_one_close_too_many_takes_no_pin_of_another_reader() -> None:
+    """X and Y read the same pages, X lets go twice; under pressure Y's bytes are still there."""
+    driver, client = start(6, 0)
+    client.serve(1, 4 * SPAN, "old")
+    client.open(2, 4 * SPAN + 1, "old")
+    reader = client.open(3, 4 * SPAN + 1, "old")
+    assert reader.cached_tokens == 4 * SPAN
+    client.write(reader, "old", 4 * SPAN, 4 * SPAN + 1)
+    assert not client.close(2).errors
+    client.run()
+    assert len(client.close(2).errors) == 1
+    assert client.open(5, 2 * SPAN, "push").state == "refused", "Y's pages are no victims"
+    push = client.open(6, SPAN, "push")
+    client.write(push, "push", 0, SPAN)
+    client.read(reader, "old", 4 * SPAN + 1)
+    driver.leave(client)

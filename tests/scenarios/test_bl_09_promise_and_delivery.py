@@ -2,6 +2,7 @@
 
 from kvmanager.core.events import Open
 from kvmanager.core.spans import DEVICE, HOST, CopyState
+from tests.sim.bytes_driver import start
 from tests.sim.driver import Client, Driver, chain_keys, sharded_group
 
 SPAN = 512
@@ -28,4 +29,18 @@ def test_match_and_load_are_one_operation() -> None:
     driver.end_all()
     assert driver.notices[-1].ready.cached_tokens == 3 * SPAN
     assert (chain.table.copies[0, DEVICE, held] == CopyState.READY).all()
+    driver.leave(client)
+
+
+def test_what_was_promised_has_the_right_bytes() -> None:
+    driver, client = start(8, 12)
+    client.serve(1, 3 * SPAN, "old")
+    client.serve(2, 8 * SPAN, "push")
+    waiting = client.open(3, 3 * SPAN + 64, "old")
+    assert waiting.cached_tokens == 3 * SPAN
+    pressure = client.open(4, 4 * SPAN, "x")
+    client.write(pressure, "x", 0, 4 * SPAN)
+    ready = client.ready(waiting)
+    assert ready.cached_tokens == 3 * SPAN
+    client.read(ready, "old", 3 * SPAN)
     driver.leave(client)

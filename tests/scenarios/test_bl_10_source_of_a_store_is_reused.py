@@ -4,6 +4,7 @@ import pytest
 
 from kvmanager.core.events import CopyOutcome, TicketInfo
 from kvmanager.core.spans import HOST, CopyState
+from tests.sim.bytes_driver import start
 from tests.sim.driver import Client, Driver, sharded_group
 
 SPAN = 512
@@ -34,5 +35,22 @@ def test_no_path_gets_the_page(path: str, outcome: CopyOutcome) -> None:
         assert client.commit(9, 1, capacity=2 * SPAN).grown[0].error is None
     else:
         assert client.open(3, 4 * SPAN, "b").state == "runnable"
+    driver.end_all()
+    driver.leave(client)
+
+
+@pytest.mark.parametrize("outcome", [CopyOutcome.DONE, CopyOutcome.FAILED])
+def test_the_host_copy_holds_the_first_owners_bytes(outcome: CopyOutcome) -> None:
+    driver, client = start(4, 8)
+    first = client.open(1, 4 * SPAN, "a")
+    client.finish(first, 4 * SPAN, "a")
+    assert driver.plans, "held"
+    assert client.open(2, 4 * SPAN, "b").state == "refused"
+    driver.end_all(outcome)
+    client.serve(3, 4 * SPAN, "b")
+    back = client.open(4, 3 * SPAN + 1, "a")
+    assert back.state == ("waiting" if outcome is CopyOutcome.DONE else "runnable")
+    assert back.cached_tokens == (3 * SPAN if outcome is CopyOutcome.DONE else 0)
+    client.finish(client.ready(back), 3 * SPAN + 1, "a")
     driver.end_all()
     driver.leave(client)

@@ -1,6 +1,7 @@
 """BL-12: a page without a host copy is never dropped as if it had one."""
 
 from kvmanager.core.events import Trim
+from tests.sim.bytes_driver import start
 from tests.sim.driver import Client, Driver, sharded_group
 
 SPAN = 512
@@ -41,4 +42,20 @@ def test_write_back_blocked_by_pins_goes_on_when_they_go() -> None:
     assert len(driver.plans) == 1
     driver.end_all()
     assert driver.counters["offload"] == 5
+    driver.leave(client)
+
+
+def test_a_hit_is_on_a_tier_that_has_the_bytes() -> None:
+    """Two dirty pages, a host full of pinned ones: what is forced out is missed, never served from nowhere."""
+    driver, client = start(6, 4)
+    client.serve(1, 4 * SPAN, "readers")
+    held = client.open(2, 3 * SPAN + 1, "readers")
+    assert held.cached_tokens == 3 * SPAN
+    client.write(held, "readers", 3 * SPAN, 3 * SPAN + 1)
+    for request_id, what in ((3, "dirty"), (4, "more"), (5, "yet more")):
+        client.serve(request_id, SPAN, what)
+    for request_id, what in ((6, "dirty"), (7, "more"), (8, "yet more")):
+        client.serve(request_id, SPAN + 1, what)
+    client.read(held, "readers", 3 * SPAN + 1)
+    assert driver.counters["eviction"] > 0
     driver.leave(client)

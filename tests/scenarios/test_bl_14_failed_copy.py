@@ -5,6 +5,7 @@ import pytest
 from kvmanager.core.events import CopyOutcome
 from kvmanager.core.pool import PageState
 from kvmanager.errors import TransferFailed
+from tests.sim.bytes_driver import start
 from tests.sim.driver import Client, Driver, sharded_group
 
 SPAN = 512
@@ -57,4 +58,20 @@ def test_an_offload_that_fails() -> None:
     assert driver.pages("p/host", PageState.FREE) == 8
     client.serve(2, 4 * SPAN, "push")
     assert client.open(3, 2 * SPAN, "a").cached_tokens == 0
+    driver.leave(client)
+
+
+@pytest.mark.parametrize("outcome", [CopyOutcome.FAILED, CopyOutcome.UNKNOWN_FATE, CopyOutcome.CANCELLED])
+def test_nothing_is_served_from_the_target_of_a_failed_copy(outcome: CopyOutcome) -> None:
+    """The target held another request's rows before; whoever asks next gets right bytes all the same."""
+    driver, client = start(10, 20)
+    client.serve(1, 4 * SPAN, "a")
+    client.serve(2, 10 * SPAN, "another")
+    waiting = client.open(3, 4 * SPAN + 1, "a")
+    assert waiting.state == "waiting"
+    (plan,) = driver.plans
+    driver.end(plan, outcome)
+    assert driver.notices[-1].ready.state == "refused"
+    again = client.serve(4, 4 * SPAN + 1, "a")
+    assert again.cached_tokens == (4 * SPAN if outcome is CopyOutcome.CANCELLED else 0)
     driver.leave(client)

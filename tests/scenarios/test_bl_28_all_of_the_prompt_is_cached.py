@@ -3,6 +3,7 @@
 import pytest
 
 from kvmanager.core.events import TicketInfo
+from tests.sim.bytes_driver import start
 from tests.sim.driver import Client, Driver, sharded_group
 
 SPAN, ROWS = 512, 64
@@ -58,4 +59,20 @@ def test_a_prompt_as_large_as_the_pool_is_served_again() -> None:
     assert client.serve(1, 4 * SPAN, "a").state == "runnable"
     again = client.open(2, 4 * SPAN, "a")
     assert (again.state, again.cached_tokens) == ("runnable", 3 * SPAN)
+    driver.leave(client)
+
+
+@pytest.mark.parametrize("tokens", [1, 512, 513, 1024])
+def test_the_row_that_is_computed_again_goes_to_a_page_of_its_own(tokens: int) -> None:
+    """Another reader of the same prompt is open, and would see a write into a shared page."""
+    driver, client = start(10, 10)
+    client.serve(1, tokens, "a")
+    reader = client.open(2, tokens, "a")
+    client.write(reader, "a", reader.cached_tokens, tokens)
+    writer = client.open(3, tokens, "a")
+    assert writer.cached_tokens == reader.cached_tokens == (tokens - 1) // ROWS * ROWS
+    client.write(writer, "a", writer.cached_tokens, tokens)
+    client.read(writer, "a", tokens)
+    client.write(writer, "scratch", writer.cached_tokens, tokens)
+    client.read(reader, "a", tokens)
     driver.leave(client)

@@ -1,5 +1,6 @@
 """BL-30: a request is admitted for all its pools and its declared growth, or waits; refusals cost nothing."""
 
+from kvmanager.core.events import TicketInfo
 from kvmanager.core.pool import PageState
 from tests.sim.driver import Client, Driver, chain_keys
 from tests.sim.worlds import Regions, hisparse, sharded
@@ -62,4 +63,27 @@ def test_every_pool_of_a_group_counts() -> None:
     client = Client(driver, "p")
     assert client.open(1, 10 * 32, "a").state == "runnable", "an offload pool is no condition"
     assert driver.pages("p/host", PageState.FREE) == 2
+    driver.leave(client)
+
+
+def test_longer_than_the_device_but_not_than_the_host() -> None:
+    """Of 152 latent pages few fit the device, all fit the host; 10 more are declared, and there when needed."""
+    driver, client = decode(200, slabs=110)
+    tokens = 152 * ROWS
+    ticket = TicketInfo("t", "peer", tokens, 1_000_000)
+    assert client.open(1, tokens, "a", growth=10 * ROWS, ticket=ticket).state == "waiting"
+    driver.end_all()
+    (ready,) = [notice.ready for notice in driver.notices]
+    assert (ready.state, ready.cached_tokens) == ("runnable", tokens)
+    device, host = ready.spans[0].pages["latent"]
+    assert len(device) == len(host) == 152
+    assert ((device >= 0) | (host >= 0)).all()
+    keys = chain_keys("a", 162)
+    for page in range(153, 163):
+        reply = client.commit(1, (page - 1) * ROWS, page * ROWS, keys[(page - 2) * 16 : (page - 1) * 16] * (page > 153))
+        assert not reply.errors
+        assert all(grown.error is None for grown in reply.grown)
+        client.run()
+        driver.end_all()
+    assert client.open(2, 60 * ROWS, "b", ticket=TicketInfo("u", "peer", 60 * ROWS, 1_000_000)).state == "refused"
     driver.leave(client)
