@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tests.bench import copy_figures, core_figures, request_figures, wire_figures
+from tests.bench import copy_figures, core_figures, death_figures, request_figures, wire_figures
 from tests.bench.figure import Figure
 
 SUITES: dict[str, Callable[[], Iterator[Figure]]] = {
@@ -16,6 +16,7 @@ SUITES: dict[str, Callable[[], Iterator[Figure]]] = {
     "requests": request_figures.figures,
     "copies": copy_figures.figures,
     "wire": wire_figures.figures,
+    "deaths": death_figures.figures,
 }
 
 
