@@ -19,6 +19,7 @@ from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
 from kvmanager.core.state import Engine, State
 from kvmanager.errors import InvalidArgument
 from kvmanager.faultin import FaultIn
+from kvmanager.fencing import Fence
 from kvmanager.loop import OwnerLoop
 from kvmanager.movers import Mover
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -41,19 +42,16 @@ class AdminService(pb_grpc.AdminServicer):
         callers: Callers,
         mover: Mover,
         state: Callable[[], str],
-        fence_action: str,
-        holders: Callable[[tuple[str, int]], str],
+        fence: Fence,
         fault_in: FaultIn,
     ) -> None:
-        """`holders(engine, epoch)`: what the pages of a suspect engine wait for."""
         self._boot_id = boot_id
         self._name = name
         self._loop = loop
         self._callers = callers
         self._mover = mover
         self._state = state
-        self._fence_action = fence_action
-        self._holders = holders
+        self._fence = fence
         self._fault_in = fault_in
         self._started_ns = time.monotonic_ns()
 
@@ -84,8 +82,9 @@ class AdminService(pb_grpc.AdminServicer):
         for engine, entry in zip(node.state.all_engines(), reply.engines, strict=True):
             if engine.suspect:
                 entry.suspect_ns = max(node.state.now - engine.suspect_ns, 1)
-                entry.held_by = self._holders((engine.name, engine.epoch))
-                entry.fence = self._fence_action if engine.fenced else ""
+                key = (engine.name, engine.epoch)
+                entry.held_by = self._fence.holders(key)
+                entry.fence = self._fence.done(key) if engine.fenced else ""
         return reply
 
     @typed

@@ -87,9 +87,7 @@ class Daemon:
         self._groups = {group.name: group for group in plan.groups}
         self._gate = Gate()
         self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail)
-        self._membership = Membership(
-            self._loop.post, self._regions.unbind, lambda engine, epoch: self._hub.forget(engine, epoch)
-        )
+        self._membership = Membership(self._loop.post, self._regions.unbind, self._on_gone)
         unread_messages = limits.stored_replies + limits.unseen_notices
         self._hub = SessionHub(self._boot_id, limits.stored_replies, unread_messages, self._membership.stalled)
         self._handoffs = Handoffs(
@@ -146,8 +144,7 @@ class Daemon:
             callers,
             self._mover,
             lambda: self._state,
-            fence.action,
-            self._fence.holders,
+            self._fence,
             self._fault_in,
         )
         server = grpc.server(
@@ -263,6 +260,10 @@ class Daemon:
                 self._fence.apply((effect.engine, effect.epoch), trusted)
             case _:
                 raise AssertionError(f"unhandled effect {effect!r}")
+
+    def _on_gone(self, engine: str, epoch: int) -> None:
+        self._hub.forget(engine, epoch)
+        self._fence.forget((engine, epoch))
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:

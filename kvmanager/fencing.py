@@ -4,7 +4,7 @@ Mapped memory can't be taken from a live process. So either its processes are en
 `[fence] action`. Suspect means that its stream broke, or that it does not read what it is sent, or that its process
 answers no sign of life (`ping_ms`, `silence_ms`): HTTP/2 pings are answered by the client's gRPC threads, so a
 stopped process does not answer and an idle one does. A process whose own threads hang behind a live stream can't be
-told from an idle one, and is left alone.
+told from an idle one, and is never ended; nor is one that is suspect for another reason, a lost rank, say.
 """
 
 from __future__ import annotations
@@ -36,19 +36,35 @@ class Fence:
 
     def __init__(self, action: str, membership: Membership, processes: Processes) -> None:
         """`action`: "kill" or "hold"."""
-        self._act: Callable[[EngineKey, set[int]], None] = {"kill": self._kill, "hold": self._hold}[action]
+        self._act: Callable[[EngineKey, set[int]], bool] = {"kill": self._kill, "hold": self._hold}[action]
         self._membership = membership
         self._processes = processes
+        self._killed: set[EngineKey] = set()
+
+    def done(self, engine: EngineKey) -> str:
+        """What `apply` did about an engine last: "kill", or "hold" where nothing was ended."""
+        return "kill" if engine in self._killed else "hold"
+
+    def forget(self, engine: EngineKey) -> None:
+        """It is gone."""
+        self._killed.discard(engine)
 
     def apply(self, engine: EngineKey, trusted: Iterable[EngineKey]) -> None:
         """The engine has been suspect for too long. A process that also serves a trusted epoch is never ended."""
+        if self._membership.has_live_stream(*engine):
+            _log.warning("engine %s epoch %d stays suspect, but its stream is live: it is not ended", *engine)
+            return
         spared = {life.pid for key in trusted for life in self._lives(key)}
-        self._act(engine, spared)
-
-    def _hold(self, engine: EngineKey, spared: set[int]) -> None:  # noqa: ARG002
+        if self._act(engine, spared):
+            self._killed.add(engine)
         _log.warning("engine %s epoch %d stays suspect; its pages are held: %s", *engine, self.holders(engine))
 
-    def _kill(self, engine: EngineKey, spared: set[int]) -> None:
+    def _hold(self, engine: EngineKey, spared: set[int]) -> bool:  # noqa: ARG002
+        return False
+
+    def _kill(self, engine: EngineKey, spared: set[int]) -> bool:
+        """Whether any process was ended."""
+        killed = False
         for token in self._membership.processes(*engine):
             life = self._processes.life_of(token)
             if life is None or life.inherited:
@@ -57,7 +73,8 @@ class Fence:
                 _log.warning("engine %s epoch %d: pid %d serves a newer epoch and is left alone", *engine, life.pid)
             elif self._processes.kill(token):
                 _log.warning("engine %s epoch %d stays suspect: killed pid %d", *engine, life.pid)
-        _log.warning("engine %s epoch %d: %s", *engine, self.holders(engine))
+                killed = True
+        return killed
 
     def holders(self, engine: EngineKey) -> str:
         """What a suspect engine's pages wait for, in words; empty when nothing of it is left."""

@@ -35,13 +35,14 @@ class _Member:
     """One epoch of an engine. `ranks`: live attach id -> worker token.
 
     `streams`: open session streams. `left`: its scheduler said that it goes, or registered anew. `dead`: its
-    scheduler's process is dead, so that no stream of it says anything any more.
+    scheduler's process is dead, so that no stream of it says anything any more. `unread`: it does not read its stream.
     """
 
     registration: Registration
     streams: int = 0
     left: bool = False
     dead: bool = False
+    unread: bool = False
     ranks: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -134,6 +135,12 @@ class Membership:
             member = self._members.get((engine, epoch))
             return member.tokens if member is not None else ()
 
+    def has_live_stream(self, engine: str, epoch: int) -> bool:
+        """Whether the epoch has a session stream whose client answers pings and reads what it is sent."""
+        with self._lock:
+            member = self._members.get((engine, epoch))
+            return member is not None and member.streams > 0 and not member.unread and not member.dead
+
     def stream_opened(self, engine: str, epoch: int) -> None:
         """A session stream of this epoch begins; say so before the core is told.
 
@@ -143,6 +150,7 @@ class Membership:
             member = self._members.get((engine, epoch))
             if member is not None:
                 member.streams += 1
+                member.unread = False
 
     def stream_ended(self, engine: str, epoch: int) -> None:
         """A session stream ended, cleanly or not."""
@@ -157,8 +165,12 @@ class Membership:
 
     def stalled(self, engine: str, epoch: int) -> None:
         """The client does not read its stream; its replies were dropped."""
-        _log.warning("engine %s epoch %d does not read its session", engine, epoch)
-        self._post(EngineSuspect(engine, epoch))
+        with self._lock:
+            member = self._members.get((engine, epoch))
+            if member is not None:
+                _log.warning("engine %s epoch %d does not read its session", engine, epoch)
+                member.unread = True
+                self._post(EngineSuspect(engine, epoch))
 
     def leaving(self, token: str) -> None:
         """The client says that it goes on purpose. Of a rank this says nothing: that detaches."""

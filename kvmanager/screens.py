@@ -71,7 +71,7 @@ def status_screen(reply: pb.StatusReply) -> RenderableType:
     suspects = [
         f"{engine.engine} epoch {engine.epoch} is suspect for {_seconds(engine.suspect_ns)}: "
         + (f"its pages are held while {engine.held_by}" if engine.held_by else "its pages return now")
-        + {"": "", "kill": "; its processes were sent SIGKILL", "hold": '; held, as [fence] action = "hold" says'}[
+        + {"": "", "kill": "; its processes were sent SIGKILL", "hold": "; nothing is done about them"}[
             engine.fence
         ]
         for engine in reply.engines

@@ -2703,7 +2703,7 @@ class EngineStatus(_message.Message):
     held_by: _builtins.str
     """what the pages of a suspect engine wait for: processes that live; empty: not suspect"""
     fence: _builtins.str
-    """what is done about it after [fence] after_ms: "hold" or "kill"; empty: nothing yet"""
+    """what was done after [fence] after_ms: "kill", or "hold" (nothing); empty: not yet"""
     def __init__(
         self,
         *,

@@ -91,8 +91,8 @@ class Engine:
     attach_notes: dict[int, bytes] = field(default_factory=dict)
 
     def distrust(self, now: int) -> None:
-        """Grants stop at `now`. Being told so again changes nothing."""
-        if not self.suspect:
+        """Grants stop at `now`. Said again, the time runs on; after a fence it begins anew: there is something new."""
+        if not self.suspect or self.fenced:
             self.suspect, self.suspect_ns, self.fenced = True, now, False
 
 

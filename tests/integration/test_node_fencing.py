@@ -88,8 +88,9 @@ def test_a_stopped_engine_is_killed_or_held_as_configured(quick: tuple[str, Node
         says(process, "holds")
         settled(served)
         held = served.held()[f"{GROUP}/hbm"]
+        epoch = only_engine(served).epoch
         process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: f"engine epoch {only_engine_epoch(served)} stays suspect" in served.log(), served.log)
+        wait_for(lambda: f"engine engine epoch {epoch} stays suspect" in served.log(), served.log)
         if action == "kill":
             assert process.wait(20) == -signal.SIGKILL
             assert "killed pid " + str(process.pid) in served.log()
@@ -104,11 +105,6 @@ def test_a_stopped_engine_is_killed_or_held_as_configured(quick: tuple[str, Node
             process.kill()
             served.wait_at_rest()
     assert cached_of(served, 1) == 2 * SPAN
-
-
-def only_engine_epoch(served: Node) -> int:
-    engines = served.admin.status().engines
-    return engines[0].epoch if engines else 0
 
 
 def test_an_engine_stopped_for_a_while_goes_on(quick: tuple[str, Node]) -> None:
@@ -146,7 +142,12 @@ def test_a_process_that_serves_a_newer_epoch_is_not_killed(quick: tuple[str, Nod
     older = prefill_engine(served.runtime_dir)
     older.open(open_of(1, tokens_of(4, SPAN)))
     newer = prefill_engine(served.runtime_dir)
-    wait_for(lambda: any(engine.fence == action for engine in served.admin.status().engines))
+    live = f"engine engine epoch {older.client.epoch} stays suspect, but its stream is live"
+    wait_for(lambda: live in served.log())
+    older.client._stream._call.cancel()
+    held = f"engine engine epoch {older.client.epoch} stays suspect; its pages are held"
+    wait_for(lambda: held in served.log())
+    assert [engine.fence for engine in served.admin.status().engines if engine.state == "suspect"] == ["hold"]
     newer.step()
     if action == "kill":
         assert f"pid {os.getpid()} serves a newer epoch and is left alone" in served.log()

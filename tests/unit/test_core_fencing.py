@@ -155,11 +155,14 @@ def test_a_suspect_engine_is_fenced_once_after_the_time(driver: Driver, client: 
     wait(driver, FENCE_AFTER_NS)
     assert driver.fenced == [("e", client.epoch)]
     assert isinstance(driver.apply(client.message()), Suspect)
+    driver.apply(EngineSuspect("e", client.epoch))  # something new broke: it was fenced for something else
+    wait(driver, FENCE_AFTER_NS)
+    assert driver.fenced == [("e", client.epoch)] * 2
     driver.apply(EngineResumed("e", client.epoch))
     wait(driver, FENCE_AFTER_NS)
     driver.apply(EngineSuspect("e", client.epoch))
     wait(driver, FENCE_AFTER_NS)
-    assert driver.fenced == [("e", client.epoch)] * 2
+    assert driver.fenced == [("e", client.epoch)] * 3
     driver.leave(client)
 
 
