@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import grpc
 
-from kvmanager.errors import DaemonError, KVError, NotReady, PeerUnreachable, Unauthorized
+from kvmanager.errors import DaemonError, KVError, NotReady, PeerUnreachable, StaleBoot, Unauthorized
 from kvmanager.framing import receive_json, send_json
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import ATTACH_SOCKET
@@ -30,15 +31,34 @@ class Attachment:
     daemon restarts. Safe to use from several threads.
     """
 
-    def __init__(
-        self, channel: socket.socket, token: str, grpc_path: Path, boot_id: int, lifeline: int = -1
-    ) -> None:
-        self.lifeline = lifeline
-        self.token = token
-        self.grpc_path = grpc_path
-        self.boot_id = boot_id
-        self._channel = channel
+    def __init__(self, runtime_dir: Path, role: str, name: str, door: Door) -> None:
+        self.lifeline = door.lifeline
+        self.token = door.token
+        self.grpc_path = door.grpc_path
+        self.boot_id = door.boot_id
+        self._channel = door.channel
+        self._who = (runtime_dir, role, name)
         self._lock = threading.Lock()
+
+    def renew(self, timeout_s: float = ATTACH_TIMEOUT_S) -> int:
+        """Attaches once more, after the daemon was replaced or the connection broke; the daemon's boot id now.
+
+        The token stays, and all that the daemon gave this process. Raises NotReady while no node answers, StaleBoot
+        from a daemon that does not know this process: it started cold, so register again.
+        """
+        if self._is_open():
+            return self.boot_id
+        door = _enter(*self._who, timeout_s)
+        if door.token != self.token:
+            door.channel.close()
+            if door.lifeline >= 0:
+                os.close(door.lifeline)
+            raise StaleBoot(f"the daemon in {self._who[0]} does not know this process any more; register again")
+        with self._lock:
+            self._channel.close()
+            self._channel = door.channel
+            self.boot_id = door.boot_id
+        return door.boot_id
 
     def fetch_fds(self, attach_id: int) -> list[int]:
         """The descriptors of a worker's attach, in the order of AttachReply.regions; the caller closes them.
@@ -52,6 +72,16 @@ class Attachment:
                 os.close(fd)
             raise DaemonError(f"asked for the descriptors of attach {attach_id}, got {payload}")
         return list(fds)
+
+    def _is_open(self) -> bool:
+        """Whether the daemon still holds the other end."""
+        with self._lock:
+            # The daemon says nothing unasked: what is readable is the end.
+            if self._channel.fileno() < 0:
+                return False
+            poll = select.poll()
+            poll.register(self._channel, select.POLLIN)
+            return not poll.poll(0)
 
     def release_lifeline(self) -> None:
         """For a process whose mappings of the node's memory are gone, or that detached cleanly. Idempotent."""
@@ -67,12 +97,26 @@ class Attachment:
         self._channel.close()
 
 
+class Door(NamedTuple):
+    """What the daemon says to a process that attaches."""
+
+    channel: socket.socket
+    token: str
+    grpc_path: Path
+    boot_id: int
+    lifeline: int
+
+
 def attach(runtime_dir: Path, role: str, name: str, timeout_s: float = ATTACH_TIMEOUT_S) -> Attachment:
     """Connects this process to the node in `runtime_dir` as "engine", "worker", "operator" or "peer".
 
     Raises NotReady when no node answers there, Unauthorized when this uid may not attach,
     InvalidArgument for a role or name that is refused.
     """
+    return Attachment(runtime_dir, role, name, _enter(runtime_dir, role, name, timeout_s))
+
+
+def _enter(runtime_dir: Path, role: str, name: str, timeout_s: float) -> Door:
     path = runtime_dir / ATTACH_SOCKET
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -85,7 +129,7 @@ def attach(runtime_dir: Path, role: str, name: str, timeout_s: float = ATTACH_TI
     except BaseException:
         channel.close()
         raise
-    return Attachment(channel, token, Path(grpc_path), boot_id, fds[0] if fds else -1)
+    return Door(channel, token, Path(grpc_path), boot_id, fds[0] if fds else -1)
 
 
 def _connect(channel: socket.socket, path: Path) -> None:
@@ -173,6 +217,10 @@ def grpc_channel(attachment: Attachment) -> grpc.Channel:
     options = [
         ("grpc.max_send_message_length", MESSAGE_MAX_BYTES),
         ("grpc.max_receive_message_length", MESSAGE_MAX_BYTES),
+        # A daemon that is replaced is back within a second.
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms", 500),
     ]
     channel = grpc.insecure_channel(f"unix:{attachment.grpc_path}", options=options)
     return grpc.intercept_channel(channel, _TokenInterceptor(attachment.token))

@@ -40,6 +40,13 @@ class AttachedEngine:
         """
         with ExitStack() as undo:
             attachment = attach(runtime_dir, "engine", name)
+            attached: list[WorkerRank] = []
+
+            def renew() -> int:
+                for rank in attached:
+                    rank.renew()
+                return attachment.renew()
+
             undo.callback(attachment.close)
             channel = grpc_channel(attachment)
             undo.callback(channel.close)
@@ -50,8 +57,8 @@ class AttachedEngine:
                 namespace=namespace,
                 layout_fingerprints=[layout.fingerprint for layout in layouts],
                 ranks=ranks,
+                renew=renew,
             )
-            attached: list[WorkerRank] = []
             for rank in range(ranks):
                 attached.append(connect_worker(runtime_dir, name, self.client.epoch, rank))
                 undo.callback(attached[-1].close)

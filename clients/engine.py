@@ -16,7 +16,7 @@ from typing import Final
 
 import grpc
 
-from kvmanager.errors import DaemonError, KVError, LimitExceeded, NotReady, Suspect
+from kvmanager.errors import DaemonError, KVError, LimitExceeded, NotReady, StaleBoot, Suspect, Unauthorized
 from kvmanager.killpoints import reach
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
@@ -25,6 +25,8 @@ from kvmanager.wire import ERROR_METADATA_KEY, error_from_proto, error_from_rpc,
 
 STEP_TIMEOUT_S: Final = 30.0
 """The daemon answers a step from memory; one that takes this long is not answering."""
+RENEW_PAUSE_S: Final = 0.02
+"""Between two tries to reach a daemon that was replaced."""
 EXPORT_PAUSE_S: Final = 0.002
 """Between two tries of an export whose commit has not been seen by the daemon yet."""
 
@@ -112,8 +114,14 @@ class EngineClient:
         namespace: pb.Namespace,
         layout_fingerprints: Sequence[str],
         ranks: int,
+        renew: Callable[[], int] | None = None,
     ) -> None:
-        """Registers, which ends an older epoch of the same name. Raises the daemon's typed error."""
+        """Registers, which ends an older epoch of the same name. Raises the daemon's typed error.
+
+        `renew` attaches once more after the daemon was replaced, and gives its boot id: then the session goes on with
+        the same epoch, numbers and pages. It raises NotReady while there is no daemon, StaleBoot when it is a new one
+        that knows nothing of us. Without it a session ends with its daemon.
+        """
         self._engine_stub = pb_grpc.EngineStub(channel)
         self._peer_stub = pb_grpc.PeerStub(channel)
         request = pb.RegisterRequest(
@@ -128,6 +136,8 @@ class EngineClient:
         self.boot_id: int = reply.boot_id
         self.epoch: int = reply.epoch
         self.limits: pb.Limits = reply.limits
+        self._renew = renew
+        self._last: pb.StepRequest | None = None
         self._number = 0
         self._changed = threading.Condition()
         self._inbox = _Inbox()
@@ -194,10 +204,15 @@ class EngineClient:
             raise LimitExceeded(f"step message of {size} B; at most {limits.message_bytes} B, split the step")
 
     def _exchange(self, message: pb.StepRequest, timeout_s: float) -> pb.StepReply:
-        """Sends, waits, and sends once more on a new stream when the first one broke."""
+        """Sends, waits, and sends again on a new stream when one broke: once, or until the deadline if we can renew."""
         deadline = time.monotonic() + timeout_s
+        self._last = message
         broken = self._send(message, deadline)
-        if broken is not None and _is_connection_lost(broken.error):
+        if broken is not None and _is_connection_lost(broken.error) and self._renew is None:
+            broken = self._send(message, deadline)
+        while broken is not None and self._may_go_on(broken.error) and time.monotonic() < deadline:
+            self._come_back(deadline)
+            message.boot_id = self.boot_id
             broken = self._send(message, deadline)
         if broken is not None:
             if broken.error is not None and not _is_connection_lost(broken.error):
@@ -205,6 +220,38 @@ class EngineClient:
             raise self._end_of(broken)
         with self._changed:
             return self._inbox.replies.pop(message.number)
+
+    def _may_go_on(self, error: grpc.RpcError | None) -> bool:
+        """Whether the session goes on once we have attached anew."""
+        return self._renew is not None and _is_daemon_replaced(error)
+
+    def _come_back(self, deadline: float) -> None:
+        """Attaches anew. Raises NotReady when no daemon is there in time, StaleBoot when it does not know us."""
+        assert self._renew is not None
+        while True:
+            time.sleep(RENEW_PAUSE_S)
+            try:
+                self.boot_id = self._renew()
+                return
+            except NotReady:
+                if time.monotonic() > deadline:
+                    raise
+
+    def _take_up(self, deadline: float) -> None:
+        """Attaches anew and opens the stream again with the last message, whose reply is known already."""
+        self._come_back(deadline)
+        if self._last is None:
+            return
+        self._last.boot_id = self.boot_id
+        broken = self._send(self._last, deadline)
+        while broken is not None:
+            if not self._may_go_on(broken.error) or time.monotonic() > deadline:
+                raise self._end_of(broken)
+            self._come_back(deadline)
+            self._last.boot_id = self.boot_id
+            broken = self._send(self._last, deadline)
+        with self._changed:
+            self._inbox.replies.pop(self._last.number)
 
     def _send(self, message: pb.StepRequest, deadline: float) -> _Stream | None:
         """One try: None once the reply is there, else the stream that ended instead. Raises NotReady."""
@@ -253,22 +300,32 @@ class EngineClient:
         Raises the request's typed error when it was refused or failed, NotReady after `timeout_s`,
         and the stream's error when that ended first.
         """
-        with self._changed:
-            inbox, stream = self._inbox, self._stream
-            assert stream is not None, "nothing was opened on this session"
-            done = self._changed.wait_for(
-                lambda: request_id in inbox.ready or request_id in inbox.failed or self._ended is stream, timeout_s
-            )
-            if request_id in inbox.failed:
-                raise inbox.failed.pop(request_id)
-            opened = inbox.ready.pop(request_id, None)
+        deadline = time.monotonic() + timeout_s
+        opened, ended = self._wait_for_notice(request_id, deadline)
+        while opened is None and ended is not None and self._may_go_on(ended.error) and time.monotonic() < deadline:
+            self._take_up(deadline)
+            opened, ended = self._wait_for_notice(request_id, deadline)
         if opened is None:
-            if done:
-                raise self._end_of(stream)
+            if ended is not None:
+                raise self._end_of(ended)
             raise NotReady(f"request {request_id} of {self.name} still waits for its bytes after {timeout_s} s")
         if opened.state == pb.OpenReply.REFUSED:
             raise error_from_proto(opened.error)
         return opened
+
+    def _wait_for_notice(self, request_id: int, deadline: float) -> tuple[pb.OpenReply | None, _Stream | None]:
+        """(the notice, the stream that ended before it), None for what is not. Raises the request's error."""
+        with self._changed:
+            inbox, stream = self._inbox, self._stream
+            assert stream is not None, "nothing was opened on this session"
+            done = self._changed.wait_for(
+                lambda: request_id in inbox.ready or request_id in inbox.failed or self._ended is stream,
+                max(deadline - time.monotonic(), 0.0),
+            )
+            if request_id in inbox.failed:
+                raise inbox.failed.pop(request_id)
+            opened = inbox.ready.pop(request_id, None)
+        return opened, stream if done and opened is None else None
 
     def take_ready(self, request_id: int) -> pb.OpenReply | None:
         """The notice about a WAITING request if it has come, else None. Raises as `wait_ready` does."""
@@ -283,15 +340,19 @@ class EngineClient:
         Asks again while the daemon says that it is not there yet (the call is idempotent). Raises the
         daemon's typed error otherwise, or when `timeout_s` has passed.
         """
-        request = pb.ExportRequest(boot_id=self.boot_id, epoch=self.epoch, request_id=request_id)
         deadline = time.monotonic() + timeout_s
         while True:
+            request = pb.ExportRequest(boot_id=self.boot_id, epoch=self.epoch, request_id=request_id)
             try:
                 reply: pb.ExportReply = self._peer_stub.Export(request)
                 return reply.ticket
             except grpc.RpcError as error:
                 reason = error_from_rpc(error)
-                if not isinstance(reason, NotReady) or time.monotonic() > deadline:
+                late = time.monotonic() > deadline
+                if not late and not isinstance(reason, NotReady) and self._may_go_on(error):
+                    self._take_up(deadline)
+                    continue
+                if not isinstance(reason, NotReady) or late:
                     raise reason from error
             time.sleep(EXPORT_PAUSE_S)
 
@@ -335,6 +396,13 @@ def _is_connection_lost(error: grpc.RpcError | None) -> bool:
     if not isinstance(error, grpc.Call) or error.code() is not grpc.StatusCode.UNAVAILABLE:
         return False
     return all(key != ERROR_METADATA_KEY for key, _ in error.trailing_metadata() or ())
+
+
+def _is_daemon_replaced(error: grpc.RpcError | None) -> bool:
+    """Whether a call ended because its daemon did, or met one that came after it."""
+    if error is None or _is_connection_lost(error):
+        return error is not None
+    return isinstance(error_from_rpc(error), (StaleBoot, NotReady, Suspect, Unauthorized))
 
 
 def refusal_pause_s(error: KVError) -> float | None:

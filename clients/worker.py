@@ -94,6 +94,14 @@ class WorkerRank:
             raise error_from_rpc(error) from error
         self._attachment.release_lifeline()
 
+    def renew(self) -> int:
+        """Attaches this process anew after the daemon was replaced: rank, mappings and timeline word stay as they are.
+
+        Raises what `Attachment.renew` raises; returns the daemon's boot id.
+        """
+        self.boot_id = self._attachment.renew()
+        return self.boot_id
+
     def close(self) -> None:
         """Ends the connection. The mappings live on until nobody holds a view of them."""
         if self.memory.gpu is not None:

@@ -18,7 +18,6 @@ of that attach. `{"leave": true}` says that the client goes on purpose; it is no
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import secrets
@@ -34,7 +33,8 @@ from typing import Final
 
 from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, PeerUnreachable, Suspect, Unauthorized
 from kvmanager.framing import MAX_JSON_BYTES, Frame, FrameReader, json_object, send_json
-from kvmanager.runtime_dir import ATTACH_SOCKET, bind_socket, make_private_dir, peer_credentials
+from kvmanager.peerprocess import Peer, read_peer, started_ticks
+from kvmanager.runtime_dir import ATTACH_SOCKET, bind_socket, make_private_dir
 
 ROLES: Final = ("engine", "worker", "operator", "peer")
 NAME_MAX_CHARS: Final = 200
@@ -43,7 +43,6 @@ CONNECTIONS_MAX: Final = 256
 HELLO_DEADLINE_S: Final = 5.0
 """A connection that has not said who it is by then is closed."""
 
-_SO_PEERPIDFD: Final = 77  # Linux 6.5; not in Python's socket module
 _LIFELINE_READ_BYTES: Final = 4096
 _log = logging.getLogger(__name__)
 
@@ -54,7 +53,8 @@ class ClientIdentity:
 
     `token`: 256 random bits, hex. `pidfd` is readable once the process is gone. `lifeline` is at its end once the
     process and its children hold their end no more; -1 for a role that maps no memory. Both are the server's, which
-    closes them after `on_exit`.
+    closes them after `on_exit`. `started`: clock ticks from the machine's boot to the process's start, which tells it
+    from another one of the same number.
     """
 
     token: str
@@ -64,6 +64,7 @@ class ClientIdentity:
     role: str
     name: str
     lifeline: int = -1
+    started: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +75,11 @@ class ProcessLife:
     inherited: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """What the kernel says of the process at the other end."""
-
-    pid: int
-    uid: int
-    pidfd: int
-
-
 @dataclass(eq=False, slots=True)
 class _Connection:
     """A socket and its peer. `identity` is set once it attached; `channel` is None once it broke.
 
-    `dead`: the pidfd was readable. `lifeline_open`: somebody holds the other end.
+    `dead`: the pidfd was readable. `lifeline_open`: somebody holds the other end. `left`: it went on purpose.
     """
 
     channel: socket.socket | None
@@ -97,6 +89,7 @@ class _Connection:
     identity: ClientIdentity | None = None
     dead: bool = False
     lifeline_open: bool = False
+    left: bool = False
 
 
 class AttachServer:
@@ -104,7 +97,7 @@ class AttachServer:
 
     The callbacks run in that thread, one at a time, and must not block:
 
-    * `on_attach(identity)` before the token is handed out; a KVError refuses the client with it.
+    * `on_attach(identity)` before the token is handed out, also to one that had it; a KVError refuses the client.
     * `on_leave(token)` when the client said that it goes, before its disconnect.
     * `on_disconnect(token)` when the socket broke; then `on_exit(token)` when the process is gone, and every
       child that holds its lifeline.
@@ -148,6 +141,15 @@ class AttachServer:
         self._listener.setblocking(False)
         self._wake_source, self._wake_target = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="attach", daemon=True)
+
+    def adopt(self, identity: ClientIdentity) -> None:
+        """A client of the daemon before, whose process may live on; before `start`.
+
+        Its connection is broken. Its token is good again once it has attached again.
+        """
+        connection = _Connection(None, Peer(identity.pid, identity.uid, identity.pidfd), 0.0, identity=identity)
+        self._attached[identity.token] = connection
+        self._watch_life(connection)
 
     def start(self) -> None:
         """Starts the thread. Call once."""
@@ -297,6 +299,7 @@ class AttachServer:
             self._greet(connection, message)
             return
         if message == {"leave": True}:
+            connection.left = True
             self._on_leave(connection.identity.token)
             self._drop(connection)
             return
@@ -319,10 +322,17 @@ class AttachServer:
         if not isinstance(name, str) or not 0 < len(name) <= NAME_MAX_CHARS:
             raise InvalidArgument(f"name {str(name)[:40]!r} is not a text of 1 to {NAME_MAX_CHARS} characters")
         peer = connection.peer
+        started = started_ticks(peer.pid)
+        known = self._known(connection, started, str(role), name)
+        if known is not None:
+            self._come_back(connection, known)
+            return
         lifeline, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if role == "worker" else (-1, -1)
         fds = [theirs] if role == "worker" else []
         try:
-            identity = ClientIdentity(secrets.token_hex(32), peer.uid, peer.pid, peer.pidfd, str(role), name, lifeline)
+            identity = ClientIdentity(
+                secrets.token_hex(32), peer.uid, peer.pid, peer.pidfd, str(role), name, lifeline, started
+            )
             self._on_attach(identity)
         except BaseException:
             for fd in (lifeline, *fds):
@@ -337,10 +347,45 @@ class AttachServer:
         self._send(connection, answer, fds)
         for fd in fds:
             os.close(fd)
-        self._selector.register(peer.pidfd, selectors.EVENT_READ, _Exit(lambda: self._died(connection)))
-        if lifeline >= 0:
+        self._watch_life(connection)
+
+    def _watch_life(self, connection: _Connection) -> None:
+        identity = connection.identity
+        assert identity is not None
+        self._selector.register(identity.pidfd, selectors.EVENT_READ, _Exit(lambda: self._died(connection)))
+        if identity.lifeline >= 0:
             connection.lifeline_open = True
-            self._selector.register(lifeline, selectors.EVENT_READ, _Exit(lambda: self._lifeline(connection)))
+            self._selector.register(identity.lifeline, selectors.EVENT_READ, _Exit(lambda: self._lifeline(connection)))
+
+    def _known(self, connection: _Connection, started: int, role: str, name: str) -> _Connection | None:
+        """The broken connection that the same process had under the same name, if it did not leave."""
+        for other in self._attached.values():
+            was = other.identity
+            if (
+                was is not None
+                and other.channel is None
+                and not (other.dead or other.left)
+                and started != 0
+                and (was.pid, was.started, was.uid) == (connection.peer.pid, started, connection.peer.uid)
+                and (was.role, was.name) == (role, name)
+            ):
+                return other
+        return None
+
+    def _come_back(self, connection: _Connection, known: _Connection) -> None:
+        """The client goes on with the token that it had; what tells of its life is watched already."""
+        channel = connection.channel
+        assert channel is not None
+        assert known.identity is not None
+        self._on_attach(known.identity)
+        self._waiting.discard(connection)
+        os.close(connection.peer.pidfd)
+        self._selector.modify(channel, selectors.EVENT_READ, lambda: self._receive(known))
+        with self._lock:
+            known.channel, known.reader = channel, connection.reader
+        connection.channel = None
+        answer = {"token": known.identity.token, "grpc": os.fspath(self._grpc_path), "boot_id": self._boot_id}
+        self._send(known, answer)
 
     def _send(self, connection: _Connection, payload: dict[str, object], fds: Sequence[int] = ()) -> None:
         """Sends without waiting; a client that does not read, or is gone, is dropped."""
@@ -424,45 +469,3 @@ class _Exit:
 
 def _error_frame(error: KVError) -> dict[str, object]:
     return {"error": {"reason": error.reason, "message": str(error)}}
-
-
-def read_peer(channel: socket.socket) -> Peer:
-    """Who is at the other end. Raises ProcessLookupError when it is gone already."""
-    pid, uid = peer_credentials(channel)
-    try:
-        raw = channel.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
-    except OSError as error:
-        if error.errno == errno.ENOPROTOOPT:
-            return Peer(pid, uid, open_pidfd(pid, uid))
-        if error.errno in (errno.ESRCH, errno.EINVAL, errno.ENODATA):  # reaped; the number depends on the kernel
-            raise ProcessLookupError(f"pid {pid} is gone") from error
-        raise
-    return Peer(pid, uid, int.from_bytes(raw, "little"))
-
-
-def open_pidfd(pid: int, uid: int) -> int:
-    """A pidfd by number, for kernels whose sockets don't hold one (before 6.5).
-
-    The number may be another process's by now, so owner and start time must be the same before and
-    after opening. Raises ProcessLookupError otherwise.
-    """
-    before = _owner_and_start(pid)
-    pidfd = os.pidfd_open(pid)
-    try:
-        if before[0] != uid or _owner_and_start(pid) != before:
-            raise ProcessLookupError(f"pid {pid} of uid {uid} is another process by now")
-    except ProcessLookupError:
-        os.close(pidfd)
-        raise
-    return pidfd
-
-
-def _owner_and_start(pid: int) -> tuple[int, int]:
-    """(uid, start time in clock ticks since boot)."""
-    process = Path(f"/proc/{pid}")
-    try:
-        # The command's name, in parentheses, may hold anything; the fields after the last one may not.
-        fields = (process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return process.stat().st_uid, int(fields[19])
-    except FileNotFoundError as error:
-        raise ProcessLookupError(f"pid {pid} is gone") from error

@@ -103,6 +103,7 @@ def _top(
 @app.command()
 def serve(
     config: Annotated[Path, typer.Option("--config", help="The node's TOML file.")],
+    cold: Annotated[bool, typer.Option("--cold", help="Give up memory that systemd kept of an earlier life.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a node in the foreground until SIGTERM or Ctrl-C."""
@@ -117,7 +118,7 @@ def serve(
     # The keeper must not carry what this program has loaded, so it takes this process's place.
     command = [sys.executable, "-m", "kvmanager.keeper", "--config", str(config)]
     where = ["--runtime-dir", str(node.node.runtime_dir), "--device", node.node.device]
-    where += ["--drain-ms", str(node.node.drain_ms)]
+    where += ["--drain-ms", str(node.node.drain_ms), *(["--cold"] if cold else [])]
     os.execv(sys.executable, [*command, *where])
 
 

@@ -28,10 +28,12 @@ from kvmanager.admin_service import AdminService
 from kvmanager.allocators.backing import host_room
 from kvmanager.attach import AttachServer, ClientIdentity
 from kvmanager.callers import Callers
+from kvmanager.clientnotes import EngineNote, RankNote, clients_of
 from kvmanager.config import NodeConfig
 from kvmanager.core.events import AbandonTicket, Drain, Effect, FenceEngine, Notified, StartPull, SubmitPlan
 from kvmanager.core.eviction import POLICIES
 from kvmanager.core.node import Node
+from kvmanager.core.state import PullJob
 from kvmanager.deposits import SERVING
 from kvmanager.draining import has_requests, still_held
 from kvmanager.engine_service import EngineService, Gate
@@ -43,14 +45,14 @@ from kvmanager.handoff import Handoffs
 from kvmanager.keeper import EXIT_CONFIG, EXIT_FAILED
 from kvmanager.keeperlink import KeeperLink
 from kvmanager.loop import OwnerLoop
-from kvmanager.membership import Membership
-from kvmanager.memory import NodeRegions
+from kvmanager.membership import Membership, Registration
 from kvmanager.movers import Mover
 from kvmanager.peer_service import PeerService
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.runtime_dir import GRPC_SOCKET, make_private_dir
 from kvmanager.sessions import SessionHub
+from kvmanager.takeover import ClientLives, Leftovers, NodeParts
 from kvmanager.units import format_bytes
 from kvmanager.wire import MESSAGE_MAX_BYTES
 from kvmanager.worker_service import WorkerService
@@ -66,27 +68,35 @@ class Daemon:
     """Everything of one node, wired together. `start`, then `wait`, then `stop`."""
 
     def __init__(self, config: NodeConfig, keeper: KeeperLink | None) -> None:
-        """Makes the memory. Raises ConfigError when it does not fit, DeviceError where there is no such GPU."""
-        room = host_room()
-        config.check_memory(room.available_bytes, room.limit)
+        """Takes over what the keeper holds, or makes the memory anew where it holds nothing.
+
+        Raises ConfigError when new memory does not fit, or what is there was left by another program or configuration;
+        DeviceError where there is no such GPU.
+        """
         make_private_dir(config.node.runtime_dir)
         self._config = config
-        # Later boots are larger: a mover follows the newest daemon it has seen.
-        self._boot_id = time.time_ns()
-        plan = plan_memory(config)
-        limits = core_limits(config)
-        self._regions = NodeRegions(plan, keeper)
+        parts = node_parts(config)
+        plan, limits = parts.memory, parts.limits
+        left = Leftovers(keeper)
+        if left.journal is None:
+            room = host_room()
+            config.check_memory(room.available_bytes, room.limit)
+        beginning = left.begin(parts)
+        self._boot_id, self._regions, self._node = beginning.boot_id, beginning.regions, beginning.node
+        self._journal = beginning.journal
+        self._beginning = beginning
         self._fault_in = FaultIn(self._regions.made)
-        # Plan ids are new over all boots, since a mover outlives a daemon.
-        policy = POLICIES[config.eviction.policy]
-        self._node = Node(list(plan.groups), limits, first_plan_id=self._boot_id, policy=policy)
+        self._prints = parts.prints
+        self._lives = ClientLives(keeper)
+        self._exit_code = 0
+        self._dead: list[str] = []  # tokens of clients that died while no daemon was there
         self._over = threading.Event()
         self._hurry = threading.Event()
         self._failure: BaseException | None = None
         self._state = "starting"
         self._groups = {group.name: group for group in plan.groups}
         self._gate = Gate()
-        self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail)
+        self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail, self._journal)
         self._membership = Membership(self._loop.post, self._regions.unbind, self._on_gone)
         unread_messages = limits.stored_replies + limits.unseen_notices
         self._hub = SessionHub(self._boot_id, limits.stored_replies, unread_messages, self._membership.stalled)
@@ -106,9 +116,35 @@ class Daemon:
             self._loop.settle,
             self._handoffs,
             self._fail,
+            _pulls_of(self._node) if beginning.warm else None,
         )
         self._handoffs.use(self._mover)
         self._attach, self._server, self._health = self._make_servers()
+        self._know_clients(left)
+        left.forget_rest()
+
+    def _know_clients(self, left: Leftovers) -> None:
+        """The clients of the daemon before: their processes are watched, and they may come back."""
+        state = self._node.state
+        tokens = set()
+        for note in clients_of(state):
+            if note.token in tokens:
+                continue
+            tokens.add(note.token)
+            identity = left.identity(note)
+            if identity is None:
+                self._dead.append(note.token)
+                continue
+            self._lives.known(identity)
+            self._attach.adopt(identity)
+        for engine in state.all_engines():
+            scheduler = EngineNote.read(engine.note)
+            ranks = {attach_id: RankNote.read(note) for attach_id, note in engine.attach_notes.items()}
+            registration = Registration(scheduler.client.token, engine.group, scheduler.namespace)
+            tokens_of_ranks = {attach_id: rank.client.token for attach_id, rank in ranks.items()}
+            self._membership.restored(engine.name, engine.epoch, registration, tokens_of_ranks)
+            for attach_id, rank in ranks.items():
+                self._regions.bind(attach_id, rank.word, rank.regions)
 
     def _make_servers(self) -> tuple[AttachServer, grpc.Server, health.HealthServicer]:
         runtime_dir = self._config.node.runtime_dir
@@ -121,7 +157,7 @@ class Daemon:
             on_attach=self._on_attach,
             on_leave=self._membership.leaving,
             on_disconnect=self._membership.disconnected,
-            on_exit=self._membership.exited,
+            on_exit=self._on_exit,
             fds_for=lambda token, attach_id: self._workers.fds_for(token, attach_id),
             on_failure=self._fail,
         )
@@ -184,6 +220,8 @@ class Daemon:
         the mover does not come up.
         """
         self._loop.start()
+        for token in self._dead:
+            self._membership.exited(token)
         self._server.start()
         self._attach.start()
         began = time.monotonic()
@@ -191,6 +229,7 @@ class Daemon:
             return
         _log.info("%s faulted in, %.1f s", format_bytes(self._fault_in.total_bytes), time.monotonic() - began)
         self._mover.connect()  # it maps the regions, and is ready with them when this returns
+        self._beginning.finish()
         self._state = SERVING
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         _log.info("node %s serves %s", self._config.node.name, self._config.node.runtime_dir)
@@ -278,6 +317,11 @@ class Daemon:
         if self._state == "starting":
             done, total = format_bytes(self._fault_in.done_bytes), format_bytes(self._fault_in.total_bytes)
             raise NotReady(f"the node starts: {done} of {total} are faulted in; attach again")
+        self._lives.begin(identity)
+
+    def _on_exit(self, token: str) -> None:
+        self._membership.exited(token)
+        self._lives.end(token)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -307,7 +351,6 @@ def _run(config_path: Path, keeper: KeeperLink | None) -> int:
         if keeper is not None:
             make_private_dir(config.node.runtime_dir)
             keeper.listen(config.node.runtime_dir)
-        _forget_old_memory(keeper)
         daemon = Daemon(config, keeper)
     except (ConfigError, DeviceError) as error:
         _log.critical("%s", error)
@@ -321,16 +364,14 @@ def _allow_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _forget_old_memory(keeper: KeeperLink | None) -> None:
-    """Without a journal nothing says what old memory holds, so a new daemon starts cold and says so."""
-    if keeper is None:
-        return
-    held = keeper.reclaim()
-    for deposit in held:
-        os.close(deposit.fd)
-        keeper.forget(deposit.name)
-    if held:
-        _log.warning("the daemon before this one ended unexpectedly: cold start, its cache is lost")
+def node_parts(config: NodeConfig) -> NodeParts:
+    """What the configuration makes of a core."""
+    return NodeParts(plan_memory(config), core_limits(config), POLICIES[config.eviction.policy])
+
+
+def _pulls_of(node: Node) -> frozenset[int]:
+    """Plan ids of hand-offs under way."""
+    return frozenset(plan_id for plan_id, job in node.state.jobs.items() if isinstance(job, PullJob))
 
 
 def _serve(daemon: Daemon, keeper: KeeperLink | None) -> int:

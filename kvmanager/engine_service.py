@@ -11,6 +11,7 @@ import grpc
 
 from kvmanager import __version__
 from kvmanager.callers import Callers, typed
+from kvmanager.clientnotes import ClientNote, EngineNote
 from kvmanager.compatibility import check_ticket
 from kvmanager.core.events import EngineResumed, Opened, Registered
 from kvmanager.core.node import Node
@@ -81,7 +82,8 @@ class EngineService(pb_grpc.EngineServicer):
                 f"namespace.kv_format is {request.namespace.kv_format!r}, group {request.group!r} holds "
                 f"{group.spec.kv_format.name!r}; register for a group of your format, or change the node's"
             )
-        answer: Registered = self._loop.call(register_event(request, tenant=str(identity.uid)))
+        note = EngineNote(ClientNote.of(identity), request.namespace).stored()
+        answer: Registered = self._loop.call(replace(register_event(request, tenant=str(identity.uid)), note=note))
         registration = Registration(identity.token, request.group, request.namespace)
         self._membership.registered(request.engine, answer.epoch, registration)
         self._callers.confirm(identity.token, self._membership.disconnected, self._membership.exited)

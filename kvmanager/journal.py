@@ -132,6 +132,7 @@ class Journal:
         size = len(record)
         if self._at + size > self._end:
             raise InvariantViolation(f"a half of the journal, {self._half_bytes} bytes, is full")
+        reach("daemon.journal.append")
         self._memory[self._at : self._at + size] = record
         self._at += size
         self._log_bytes += size
@@ -293,10 +294,9 @@ def _boot_ids(fd: int) -> list[int]:
     return found
 
 
-def next_boot_id(floor_fd: int | None, clock_ns: int) -> int:
+def next_boot_id(fd: int, clock_ns: int) -> int:
     """A boot id above all that are noted in a journal's file, also where the clock was set back."""
-    floor = 0 if floor_fd is None else max(_boot_ids(floor_fd))
-    return max(clock_ns, floor + 1)
+    return max(clock_ns, max(_boot_ids(fd)) + 1)
 
 
 def note_boot_id(fd: int, boot_id: int) -> None:

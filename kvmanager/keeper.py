@@ -41,6 +41,8 @@ from kvmanager.systemd import Systemd, stored_deposits, without_systemd
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
+EXIT_REPLACED: Final = 75
+"""Of a daemon that shall be started again at once, from what is installed now."""
 EXIT_CONFIG: Final = 78
 """As in sysexits.h; a daemon that exits with it is not restarted."""
 
@@ -60,10 +62,13 @@ class Keeper:
         daemon_command: Sequence[str],
         mover_commands: Mapping[str, Sequence[str]],
         limits: KeeperLimits,
+        *,
+        cold: bool = False,
     ) -> None:
-        """`mover_commands`: by name; names are those of the lock files, too."""
+        """`mover_commands`: by name; names are those of the lock files, too. `cold`: what systemd kept is let go."""
         self._runtime_dir = runtime_dir
         self._limits = limits
+        self._cold = cold
         self._daemon = Child("daemon", daemon_command, runtime_dir)
         self._movers = [Child(name, command, runtime_dir) for name, command in mover_commands.items()]
         self._children = (*self._movers, self._daemon)
@@ -152,6 +157,8 @@ class Keeper:
         self._lock = lock
         lockfile.name_holder(lock, os.getpid())
         self._box.take_back(stored_deposits(os.environ))
+        if self._cold:
+            self._box.close()
         unclean = any(child.was_there() for child in self._children)
         if self._daemon.find():
             _log.info("found the daemon, pid %d: it gives its memory's descriptors back", self._daemon.pid)
@@ -223,6 +230,9 @@ class Keeper:
         if child is self._daemon and code in (EXIT_OK, EXIT_CONFIG):
             self._exit_code = code
             return
+        if child is self._daemon and code == EXIT_REPLACED:
+            child.restart_at_s = time.monotonic()
+            return
         self._plan_restart(child, f"the {child.name} " + ("ended" if code is None else f"ended with {code}"))
 
     def _plan_restart(self, child: Child, story: str) -> None:
@@ -268,6 +278,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runtime-dir", type=Path, required=True)
     parser.add_argument("--device", required=True, action="append", help="one mover for each")
     parser.add_argument("--drain-ms", type=int, default=10_000, help="how long the daemon drains on SIGTERM")
+    parser.add_argument("--cold", action="store_true", help="give up memory that was kept")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s keeper: %(message)s", stream=sys.stderr)
     python = (sys.executable, "-m")
@@ -278,7 +289,7 @@ def main(arguments: Sequence[str]) -> int:
     limits = KeeperLimits(drain_s=options.drain_ms / 1000 + _CLOSE_S)
     try:
         make_private_dir(options.runtime_dir)
-        return Keeper(options.runtime_dir, daemon, movers, limits).run()
+        return Keeper(options.runtime_dir, daemon, movers, limits, cold=options.cold).run()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG

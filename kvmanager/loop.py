@@ -11,9 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from kvmanager.core.events import Effect, Event, Replied, Step, Tick, TimelinesRead
+from kvmanager.core.events import READS, Effect, Event, Replied, Step, Tick, TimelinesRead
 from kvmanager.core.node import Node
 from kvmanager.errors import KVError, NotReady
+from kvmanager.journal import Journal
 from kvmanager.killpoints import reach
 
 TICK_S = 0.5
@@ -55,7 +56,9 @@ class _Inspect:
 
 
 class OwnerLoop:
-    """Runs the core. `perform` carries out effects in the loop's thread and must not block.
+    """Runs the core, and keeps what changes it in the journal, before any effect of it leaves.
+
+    `perform` carries out effects in the loop's thread and must not block.
 
     `on_failure` is called once, with the exception that ended the loop: the daemon must then stop. After the
     end, however it came, nobody waits in vain: events posted are dropped, questions are answered NotReady.
@@ -67,11 +70,13 @@ class OwnerLoop:
         timelines: Timelines,
         perform: Callable[[Effect], None],
         on_failure: Callable[[BaseException], None],
+        journal: Journal | None = None,
     ) -> None:
         self._node = node
         self._timelines = timelines
         self._perform = perform
         self._on_failure = on_failure
+        self._journal = journal
         self._inbox: queue.SimpleQueue[_Apply | _Inspect | None] = queue.SimpleQueue()
         self._ended = False
         self._lock = threading.Lock()  # guards `_ended`: nothing enters the inbox after it was emptied
@@ -181,9 +186,15 @@ class OwnerLoop:
         self._apply(_Apply(TimelinesRead(self._timelines.read()), None))
 
     def _apply(self, work: _Apply) -> None:
+        now = time.monotonic_ns()
+        if self._node.idle(work.event, now):
+            return
         reach("daemon.apply.before")
+        start = time.perf_counter()
         try:
-            effects = self._node.apply(work.event, time.monotonic_ns())
+            effects = self._node.apply(work.event, now)
+            if self._journal is not None and not isinstance(work.event, READS):
+                self._journal.append(work.event, now, time.perf_counter() - start)
         except BaseException:
             work.refuse(_over())
             raise
@@ -196,6 +207,8 @@ class OwnerLoop:
                 self._perform(effect)
         if work.answered is not None:
             reach("daemon.reply.after")
+        if self._journal is not None and self._journal.due(idle=self._inbox.empty()):
+            self._journal.snapshot(self._node)
 
     def _look(self, work: _Inspect) -> None:
         try:

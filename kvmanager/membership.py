@@ -89,6 +89,11 @@ class Membership:
                     self._check_gone(key, member)
             self._members[(engine, epoch)] = _Member(registration)
 
+    def restored(self, engine: str, epoch: int, registration: Registration, ranks: dict[int, str]) -> None:
+        """An epoch of the daemon before: no stream of it is open. `ranks`: attach id -> worker token."""
+        with self._lock:
+            self._members[(engine, epoch)] = _Member(registration, ranks=dict(ranks))
+
     def registration(self, engine: str, epoch: int) -> Registration:
         """What the epoch was registered with. Raises StaleEpoch when it is gone."""
         with self._lock:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 
-from kvmanager.allocators.backing import map_fd, open_memfd
+from kvmanager.allocators.backing import check_sealed, map_fd, open_memfd
 from kvmanager.allocators.device_memory import create_device_memory
 from kvmanager.errors import LimitExceeded, UnknownLease
 from kvmanager.groups import TIMELINE_REGION, TIMELINE_WORDS, NodeMemory
-from kvmanager.keeperlink import KeeperLink
 from kvmanager.wire import RegionInfo
 
 
@@ -26,35 +27,57 @@ def make_region(region: RegionInfo) -> int:
     return open_memfd(name, region.size_bytes)
 
 
+def region_name(region_id: int) -> str:
+    """The name of a region's deposit."""
+    return f"region-{region_id}"
+
+
+class Depositor(Protocol):
+    """Keeps a duplicate of a descriptor (the keeper)."""
+
+    def deposit(self, name: str, size_bytes: int, fd: int) -> None:
+        """Takes it."""
+        ...
+
+
 class NodeRegions:
-    """Makes every region of a plan, keeps its fd, and leaves a second one with the keeper."""
+    """Makes every region of a plan and leaves a second descriptor with the keeper; or takes what is there."""
 
-    def __init__(self, plan: NodeMemory, keeper: KeeperLink | None) -> None:
-        """Host memory takes room only as it is faulted in (`made`).
+    def __init__(
+        self, plan: NodeMemory, keeper: Depositor | None, found: Mapping[int, int] | None = None, words_used: int = 0
+    ) -> None:
+        """`found`: descriptors of all regions by id, where an earlier daemon made them; they are ours from now on.
 
-        Raises ConfigError when a GPU's memory does not fit, DeviceError; what was made until then is closed.
+        `words_used`: timeline words below were given out. Raises ConfigError when memory can't be reserved,
+        InvalidArgument when a found region has another size, DeviceError; what was made until then is closed.
         """
         self.plan = plan
-        self._fds: dict[int, int] = {}
+        self._found = found is not None
+        self._fds: dict[int, int] = dict(found or {})
         try:
             for region in plan.regions:
+                if found is not None:
+                    if not region.on_gpu:
+                        check_sealed(found[region.region_id], region.size_bytes)
+                    continue
                 fd = make_region(region)
                 self._fds[region.region_id] = fd
                 if keeper is not None:
-                    keeper.deposit(f"region-{region.region_id}", region.size_bytes, fd)
+                    keeper.deposit(region_name(region.region_id), region.size_bytes, fd)
         except BaseException:
             self.close()
             raise
         timelines = plan.region(TIMELINE_REGION)
         self._words = map_fd(self._fds[TIMELINE_REGION], timelines.size_bytes).view(np.uint64)
         self._attached: dict[int, tuple[int, tuple[int, ...]]] = {}  # attach id -> (word, regions it may map)
-        self._next_word = 0
+        self._next_word = words_used
         self._lock = threading.Lock()
 
     @property
     def made(self) -> list[tuple[int, int]]:
         """(fd, bytes) of the host memory that is new, and still to be faulted in."""
-        return [(self._fds[region.region_id], region.size_bytes) for region in self.plan.regions if not region.on_gpu]
+        regions = () if self._found else self.plan.regions
+        return [(self._fds[region.region_id], region.size_bytes) for region in regions if not region.on_gpu]
 
     def fd(self, region_id: int) -> int:
         """The region's descriptor; it stays ours."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from kvmanager.core.events import CopyOutcome, Event, MoverGone, PlanEnded
+from kvmanager.core.events import CopyOutcome, Event, MoverGone, MoverJoined, PlanEnded, Recovered
 from kvmanager.core.node import Node
 from kvmanager.core.plans import CopyPlan
 from kvmanager.errors import KVError, NotReady, PeerUnreachable
@@ -87,8 +87,13 @@ class Mover:
         in_core: Callable[[Callable[[Node], None]], None],
         pulls: Pulls,
         on_failure: Callable[[BaseException], None],
+        orphans: frozenset[int] | None = None,
     ) -> None:
-        """`in_core(f)` runs f in the core's thread, after all that was posted, and returns then."""
+        """`in_core(f)` runs f in the core's thread, after all that was posted, and returns then.
+
+        `orphans`: pulls of the daemon before, whose core was read back and is to be told what the mover carries;
+        None for a core that is new.
+        """
         self._path = mover_socket(runtime_dir, device)
         self.device = device
         self._boot_id = boot_id
@@ -105,6 +110,8 @@ class Mover:
         self._agent: Future[Agent] | None = None
         self._connection: MoverConnection | None = None
         self._process: MoverProcess | None = None  # the thread's own
+        self._orphans = orphans
+        self._recovering = orphans is not None
         self._first = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
@@ -223,6 +230,12 @@ class Mover:
         """
         with self._lock:
             process = self._connection.process if self._connection is not None else None
+            recovering, self._recovering = self._recovering, False
+            if recovering and process is not None:
+                self._outstanding |= carried
+                self._info = MoverInfo(process.pid, process.incarnation)
+                self._post(Recovered(self._boot_id, process.incarnation, frozenset(carried)))
+                return
             same = process is not None and process.incarnation == self._info.incarnation
             lost = sorted(self._outstanding - carried) if same else []
         for work_id in lost:
@@ -302,6 +315,12 @@ class Mover:
                     return False
             self._gone(before)
         self._process = process
+        known = self._info.incarnation
+        if known != process.incarnation:
+            if before is None and known:  # of the daemon before; the keeper starts a mover when its predecessor is dead
+                self._post(MoverGone())
+                self._in_core(self._forget_lost)
+            self._post(MoverJoined(process.incarnation))
         return True
 
     def _publish(self, connection: MoverConnection) -> None:
@@ -313,6 +332,9 @@ class Mover:
             agent = self._info.agent if self._info.incarnation == self._process.incarnation else None
             self._info = MoverInfo(self._process.pid, self._process.incarnation, connection.addresses, agent)
             self._link = connection.link
+            for work_id in sorted((self._orphans or frozenset()) & self._outstanding):
+                connection.link.cancel(work_id)
+            self._orphans = None
             waiting, self._waiting = self._waiting, []
             for work in waiting:
                 error = self._hand(connection.link, work, _id_of(work))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 
 import grpc
@@ -136,9 +135,8 @@ class PeerService(pb_grpc.PeerServicer):
 
 
 def _holder(identity: ClientIdentity) -> str:
-    """Who holds a ticket: told in errors and to operators, so never the token itself."""
-    digest = hashlib.sha256(identity.token.encode()).hexdigest()[:12]
-    return f"{identity.name} (pid {identity.pid}, client {digest})"
+    """Who holds a ticket: its process, which stays the same when our daemon restarts and it attaches anew."""
+    return f"{identity.name} (uid {identity.uid}, pid {identity.pid}, started {identity.started})"
 
 
 def _group_of(node: Node, ticket_id: str) -> tuple[str, int]:

@@ -7,7 +7,9 @@ import logging
 import grpc
 
 from kvmanager.callers import Callers, typed
+from kvmanager.clientnotes import ClientNote, RankNote
 from kvmanager.core.events import Attached, AttachRank, DetachRank
+from kvmanager.core.node import Node
 from kvmanager.core.spec import GroupSpec
 from kvmanager.errors import StaleEpoch, Unauthorized
 from kvmanager.groups import TIMELINE_REGION
@@ -43,26 +45,33 @@ class WorkerService(pb_grpc.WorkerServicer):
     @typed
     def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
         """Gives a rank its timeline word and the regions it may map."""
-        token = self._callers.who(context, "worker").token
+        identity = self._callers.who(context, "worker")
         spec = self._groups[self._membership.registration(request.engine, request.epoch).group]
-        word = self._regions.new_word()
-        answer: Attached = self._loop.call(AttachRank(request.engine, request.epoch, request.rank, word))
-        layouts = _layouts(spec, request.rank)
-        region_ids = _granted(layouts)
-        self._regions.bind(answer.attach_id, word, region_ids)
+        layouts = _layouts(spec, request.rank) if 0 <= request.rank < spec.ranks else []
+        before = self._loop.inspect(lambda node: _attached_before(node, request, identity.token))
+        if before is not None:  # its answer was lost
+            return self._reply(*before, layouts)
+        note = RankNote(ClientNote.of(identity), self._regions.new_word(), _granted(layouts))
+        answer: Attached = self._loop.call(
+            AttachRank(request.engine, request.epoch, request.rank, note.word, note.stored())
+        )
+        self._regions.bind(answer.attach_id, note.word, note.regions)
         try:
-            self._membership.attached(request.engine, request.epoch, answer.attach_id, token)
+            self._membership.attached(request.engine, request.epoch, answer.attach_id, identity.token)
         except StaleEpoch:
             self._regions.unbind(answer.attach_id)
             raise
-        self._callers.confirm(token, self._membership.disconnected, self._membership.exited)
+        self._callers.confirm(identity.token, self._membership.disconnected, self._membership.exited)
         _log.info("rank %d of %s attached as %d", request.rank, request.engine, answer.attach_id)
+        return self._reply(answer.attach_id, note, layouts)
+
+    def _reply(self, attach_id: int, note: RankNote, layouts: list[pb.ClassLayout]) -> pb.AttachReply:
         return pb.AttachReply(
-            attach_id=answer.attach_id,
-            timeline_word=word,
+            attach_id=attach_id,
+            timeline_word=note.word,
             boot_id=self._boot_id,
             layouts=layouts,
-            regions=[region_to_proto(self._regions.region(region_id)) for region_id in region_ids],
+            regions=[region_to_proto(self._regions.region(region_id)) for region_id in note.regions],
         )
 
     def fds_for(self, token: str, attach_id: int) -> list[int]:
@@ -82,6 +91,18 @@ class WorkerService(pb_grpc.WorkerServicer):
     def _check_owner(self, attach_id: int, token: str) -> None:
         if self._membership.token_of(attach_id) != token:
             raise Unauthorized(f"attach {attach_id} belongs to another process; attach a rank of your own")
+
+
+def _attached_before(node: Node, request: pb.AttachRequest, token: str) -> tuple[int, RankNote] | None:
+    """The attach that the same client has for the rank already."""
+    engine = node.state.any_engine(request.engine, request.epoch)
+    if engine is None:
+        return None
+    for attach_id, rank in engine.attaches.items():
+        note = RankNote.read(engine.attach_notes[attach_id])
+        if rank == request.rank and note.client.token == token:
+            return attach_id, note
+    return None
 
 
 def _layouts(spec: GroupSpec, rank: int) -> list[pb.ClassLayout]:

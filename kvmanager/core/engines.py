@@ -79,6 +79,7 @@ def attach(state: State, event: AttachRank) -> int:
     state.next_attach += 1
     engine.attaches[attach_id] = event.rank
     engine.attach_notes[attach_id] = event.note
+    state.words_used = max(state.words_used, event.word + 1)
     state.timelines[attach_id] = 0
     return attach_id
 

@@ -181,6 +181,7 @@ class State:
         self.next_epoch = 1
         self.next_attach = 1
         self.next_plan = 1
+        self.words_used = 0  # timeline words below were given to some rank
         self.mover = 0  # incarnation of the mover whose plans these are; 0 while there is none
         self.now = 0
         self.effects: list[Effect] = []

@@ -96,26 +96,6 @@ def test_a_mover_killed_again_and_again_while_it_copies_costs_no_byte(served: No
     assert served.counters()["quarantined_copy"] == 0, "the death of a mover leaves no copy of unknown fate"
 
 
-def test_a_killed_daemon_is_restarted_cold_and_says_so(served: Node) -> None:
-    engine = prefill_engine(served.runtime_dir)
-    engine.open(open_of(1, tokens_of(1, SPAN)))
-    boot_id = served.admin.status().boot_id
-    kill_and_wait(served.pid_of("daemon"))
-    wait_for(lambda: served.log().count("started the daemon") == 2)
-    served.reopen()
-    status = served.admin.status()
-    assert status.boot_id > boot_id
-    assert status.ledger_ok
-    assert list(status.engines) == []
-    assert "cold start, its cache is lost" in served.log()
-    with pytest.raises(KVError, match="attach"):
-        engine.step([RequestStep(1, SPAN, SPAN)])
-    with pytest.raises(KVError):
-        engine.close()
-    rotate(served, [1, 2, 3])
-    assert served.counters()["onboard"] > 0
-
-
 def children_of(process: subprocess.Popen[bytes]) -> list[int]:
     """The keeper's children."""
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
@@ -189,12 +169,10 @@ def test_a_broken_invariant_stops_the_daemon_and_the_keeper_starts_another(tmp_p
         engine = prefill_engine(running.runtime_dir)
         engine.step()
         crash.touch()
-        with pytest.raises(KVError):
-            engine.step()
+        engine.step()  # the event that broke it is not in the journal, and comes again
         wait_for(lambda: running.log().count("started the daemon") == 2)
         assert "the daemon ended with 77" in running.log()
         assert "the story of page 7" in running.log()
         running.reopen()
-        with pytest.raises(KVError):
-            engine.close()
+        engine.close()
         rotate(running, [1])

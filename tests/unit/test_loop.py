@@ -22,6 +22,9 @@ class StandIn:
         self.seen: list[object] = []
         self.state = None
 
+    def idle(self, _event: object, _now: int) -> bool:
+        return False
+
     def apply(self, event: object, now: int) -> list[object]:
         assert now > 0
         self.seen.append(event)
