@@ -42,7 +42,7 @@ from kvmanager.systemd import Systemd, stored_deposits, without_systemd
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_REPLACED: Final = 75
-"""Of a daemon that shall be started again at once, from what is installed now."""
+"""Of a daemon that shall be started again at once."""
 EXIT_CONFIG: Final = 78
 """As in sysexits.h; a daemon that exits with it is not restarted."""
 
@@ -229,11 +229,10 @@ class Keeper:
             return
         if child is self._daemon and code in (EXIT_OK, EXIT_CONFIG):
             self._exit_code = code
-            return
-        if child is self._daemon and code == EXIT_REPLACED:
+        elif child is self._daemon and code == EXIT_REPLACED:
             child.restart_at_s = time.monotonic()
-            return
-        self._plan_restart(child, f"the {child.name} " + ("ended" if code is None else f"ended with {code}"))
+        else:
+            self._plan_restart(child, f"the {child.name} " + ("ended" if code is None else f"ended with {code}"))
 
     def _plan_restart(self, child: Child, story: str) -> None:
         delay_s = child.note_death(self._limits)
