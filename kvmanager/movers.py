@@ -28,10 +28,13 @@ from kvmanager.memory import NodeRegions
 from kvmanager.moverconnection import MoverConnection, MoverProcess
 from kvmanager.moverlink import MoverLink, mover_socket
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.units import GIB
 from kvmanager.wire import RegionKind, error_from_proto, unpack_u64
 
 CONNECT_PAUSE_S = 0.05
 CONNECT_DEADLINE_S = 20.0
+PIN_S_PER_GIB = 1.0
+"""Allowed on top for host memory that a GPU's mover registers: 0.05 to 0.1 when it was faulted in, 0.7 if not."""
 AGENT_DEADLINE_S = 20.0
 _OUTCOMES = {
     pb.Completion.DONE: CopyOutcome.DONE,
@@ -119,8 +122,10 @@ class Mover:
     def connect(self) -> None:
         """Starts; returns when a mover has all regions. Raises NotReady when none comes up in time."""
         self._thread.start()
-        if not self._first.wait(CONNECT_DEADLINE_S):
-            raise NotReady(f"no mover for {self.device} took its regions within {CONNECT_DEADLINE_S} s; see its log")
+        host = sum(r.size_bytes for r in self._regions.plan.regions if r.kind is RegionKind.HOST)
+        deadline_s = CONNECT_DEADLINE_S + (PIN_S_PER_GIB * host / GIB if self.device != "cpu" else 0)
+        if not self._first.wait(deadline_s):
+            raise NotReady(f"no mover for {self.device} took its regions within {deadline_s:.0f} s; see its log")
 
     def close(self) -> None:
         """Ends the link; the mover lives on."""

@@ -25,7 +25,7 @@ from kvmanager.transport.runs import slices
 from kvmanager.units import MIB
 
 PIECE_BYTES: Final = 32 * MIB
-PIECE_RUNS: Final = 16_384
+PIECE_RUNS: Final = 65_536
 WINDOW_BYTES: Final = 160 * MIB
 """Queued at one time in one direction: about 3 ms of a PCIe gen5 link, more than a poll's pause."""
 WINDOW_PIECES: Final = 32

@@ -21,7 +21,7 @@ from kvmanager.core.plans import CopyPlan, Purpose, Rows, StridedCopies, copy_ro
 from kvmanager.geometry import ShardGeometry
 from kvmanager.layout import GLM53, native_layout
 from kvmanager.transport.cuda import CudaExecutor
-from kvmanager.transport.cuda_copies import Box, CudaCopies
+from kvmanager.transport.cuda_copies import Box, CudaCopies, as_box, stacked
 from kvmanager.transport.executor import RegionMap
 from kvmanager.transport.pinned import PinnedMemory, chunk_bounds
 from kvmanager.transport.runs import slices
@@ -193,11 +193,15 @@ def _link_figures(memory: Memory, plain: Plain, executor: CudaExecutor) -> Itera
 def _shape_figures(memory: Memory, plain: Plain, executor: CudaExecutor) -> Iterator[Figure]:
     bare = _bare_3d(memory, plain)
     plan = _permuted(512)
+    boxes = _boxes_alone(memory, plain, plan)
+    yield Figure("gpu: one 3-D copy of 172 MB", bare / GB, "GB/s", "itself", 1.0)
+    yield Figure("gpu: one 3-D copy a page pair, alone", boxes / GB, "GB/s", "one 3-D copy of 172 MB", boxes / bare)
     rate = plan.total_bytes / _median_s(lambda: _run(executor, [plan]))
-    yield Figure("gpu: permuted offload, whole pages", rate / GB, "GB/s", "a bare 3-D copy", rate / bare)
-    latents = CopyPlan(1, Purpose.PLACE, tuple(c for c in plan.copies if c.row_bytes >= 656))
-    rate = latents.total_bytes / _median_s(lambda: _run(executor, [latents]))
-    yield Figure("gpu: permuted offload, latent rows", rate / GB, "GB/s", "a bare 3-D copy", rate / bare)
+    yield Figure("gpu: permuted offload, whole pages", rate / GB, "GB/s", "one 3-D copy a page pair", rate / boxes)
+    for name, least in (("latent rows", 656), ("groups of four layers", 2_624)):
+        part = CopyPlan(1, Purpose.PLACE, tuple(c for c in plan.copies if c.row_bytes >= least))
+        rate = part.total_bytes / _median_s(lambda part=part: _run(executor, [part]))  # type: ignore[misc]
+        yield Figure(f"gpu: permuted offload, {name}", rate / GB, "GB/s", "one 3-D copy a page pair", rate / boxes)
     pages = np.random.default_rng(6).permutation(1_024)
     run_bytes = LAYERS * LAYER_RUN
     one = StridedCopies(HBM, HOST, pages * run_bytes, np.arange(1_024) * run_bytes, (), (), (), run_bytes)
@@ -233,6 +237,20 @@ def _bare_3d(memory: Memory, plain: Plain) -> float:
         plain.wait()
 
     return copies.total_bytes / _median_s(work)
+
+
+def _boxes_alone(memory: Memory, plain: Plain, plan: CopyPlan) -> float:
+    """Bytes a second of the plan's largest boxes (the groups of four layers), one driver call each, no executor."""
+    largest = max(stacked(plan.copies), key=lambda c: c.total_bytes)
+    calls = CudaCopies(memory.regions, 0)
+    part, box = as_box(largest, (1 << 31) - 1, lambda _: False)
+    assert box is not None
+
+    def work() -> None:
+        calls.issue_singly(part, box, int(plain.streams[0]))
+        plain.wait()
+
+    return largest.total_bytes / _median_s(work)
 
 
 def beside_a_loop() -> Iterator[Figure]:

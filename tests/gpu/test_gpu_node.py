@@ -221,6 +221,16 @@ def test_a_mover_killed_again_and_again_while_it_copies_costs_no_byte(served: No
     served.wait_at_rest()
 
 
+def test_a_killed_daemon_is_restarted_and_hbm_holds_the_right_bytes(served: Node) -> None:
+    rotate(served, [1, 2, 3])
+    kill_and_wait(served.pid_of("daemon"))
+    wait_for(lambda: served.log().count("started the daemon") == 2)
+    served.reopen()
+    assert served.admin.status().ledger_ok
+    rotate(served, [1, 2, 3, 4])
+    assert served.counters()["onboard"] > 0
+
+
 def test_a_pool_larger_than_the_gpu_is_refused_before_anybody_attaches(tmp_path: Path) -> None:
     def toml(runtime_dir: Path, *, name: str) -> str:
         text = prefill_toml(runtime_dir, name=name, device="cuda:0")
