@@ -1,9 +1,10 @@
 """Copies by the GPU's copy engines: the executor of a mover for one GPU.
 
-A plan's pieces are queued into one stream a direction, at most `WINDOW_BYTES` ahead, so that a cancelled plan
+A plan's pieces are queued into two streams a direction, in each at most `WINDOW_BYTES` ahead, so that a cancelled plan
 stops soon and plans take turns. An event behind each piece tells when its bytes have landed; a plan ends only
 when all its pieces have. So a cancelled plan is quarantined until its last byte is there, by construction.
-Host memory must be registered (`kvmanager.transport.pinned`). Streams and events are made once.
+Short rows go by a small kernel (`kvmanager.transport.cuda_rows`), all else by the copy engines. Host memory must
+be registered (`kvmanager.transport.pinned`). Streams and events are made once.
 """
 
 from __future__ import annotations
@@ -20,22 +21,26 @@ from kvmanager.errors import DeviceError, KVError, TransferFailed
 from kvmanager.killpoints import reach
 from kvmanager.transport.active_plans import ActivePlan, ActivePlans
 from kvmanager.transport.cuda_copies import CudaCopies, stacked
+from kvmanager.transport.cuda_rows import MAX_COPIES, MAX_EXTENTS, RowKernel
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.runs import slices
-from kvmanager.units import MIB
+from kvmanager.units import KIB, MIB
 
 PIECE_BYTES: Final = 32 * MIB
 PIECE_RUNS: Final = 65_536
 WINDOW_BYTES: Final = 160 * MIB
 """Queued at one time in one direction: about 3 ms of a PCIe gen5 link, more than a poll's pause."""
 WINDOW_PIECES: Final = 32
-_LANES: Final = ((False, False), (False, True), (True, False), (True, True))
+SMALL_COPY_BYTES: Final = 32 * KIB
+"""Copies smaller than this each, in sets of some, are the kernel's."""
+_LEAST_LAUNCH: Final = 16
+_DIRECTIONS: Final = ((False, False), (False, True), (True, False), (True, True))
 """(source on the GPU, target on the GPU)."""
 
 
 @dataclass(kw_only=True)
 class _Active(ActivePlan):
-    """`pending`: lanes on which some of it is still to be issued. `in_flight`: pieces whose event has not passed."""
+    """`pending`: parts of it that are still to be issued. `in_flight`: pieces whose event has not passed."""
 
     pending: int = 0
     in_flight: int = 0
@@ -44,31 +49,44 @@ class _Active(ActivePlan):
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    active: _Active
-    size_bytes: int
+class _Mark:
+    """An event, and the number that it has among all of its kind."""
+
+    number: int
     event: Any
 
 
-class _Lane:
-    """One direction: its stream, whose turn it is, and what is in flight in order."""
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    active: _Active
+    size_bytes: int
+    mark: _Mark
 
-    def __init__(self, events: int) -> None:
+
+Issue = Callable[[StridedCopies, int, int], object]
+"""(copies, number of the mark behind them, stream)."""
+
+
+class _Lane:
+    """One stream of a direction: how it is fed, whose turn it is, and what is in flight in order."""
+
+    def __init__(self, issue: Issue, first_mark: int) -> None:
         module = driver()
+        self.issue = issue
         self.stream = call("cuStreamCreate", module.CUstream_flags.CU_STREAM_NON_BLOCKING)
         flags = module.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self.events = [call("cuEventCreate", flags) for _ in range(events)]
+        self.marks = [_Mark(first_mark + n, call("cuEventCreate", flags)) for n in range(WINDOW_PIECES)]
         self.turns: deque[tuple[_Active, Iterator[StridedCopies]]] = deque()
         self.pieces: deque[_Piece] = deque()
         self.queued_bytes = 0
 
     def has_room(self) -> bool:
-        return bool(self.events) and self.queued_bytes < WINDOW_BYTES
+        return bool(self.marks) and self.queued_bytes < WINDOW_BYTES
 
     def close(self) -> None:
-        for event in self.events:
-            call("cuEventDestroy", event)
-        self.events.clear()
+        for mark in self.marks:
+            call("cuEventDestroy", mark.event)
+        self.marks.clear()
         call("cuStreamDestroy", self.stream)
 
 
@@ -76,18 +94,28 @@ class CudaExecutor(ActivePlans[_Active]):
     """Plans in turn, a piece each, by the copy engines of one GPU (see `Executor`)."""
 
     def __init__(
-        self, regions: RegionMap, device: str, clock_ns: Callable[[], int] = time.perf_counter_ns
+        self,
+        regions: RegionMap,
+        device: str,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+        small_copy_bytes: int = SMALL_COPY_BYTES,
     ) -> None:
         """`device`: "cuda:N". Its context becomes current in this thread, which is the only one to use this.
 
-        Raises DeviceError.
+        `small_copy_bytes`: copies smaller than this may go by the kernel. Raises DeviceError.
         """
         super().__init__(regions)
         self._clock_ns = clock_ns
         context = DeviceContext(device)
         self._copies = CudaCopies(regions, context.ordinal)
         self._not_ready = int(driver().CUresult.CUDA_ERROR_NOT_READY)
-        self._lanes = {key: _Lane(WINDOW_PIECES) for key in _LANES}
+        self._small_copy_bytes = small_copy_bytes
+        self._kernel = RowKernel(context.ordinal, len(_DIRECTIONS) * WINDOW_PIECES)
+        self._engine_lanes = {key: _Lane(self._by_engine, 0) for key in _DIRECTIONS}
+        self._kernel_lanes = {
+            key: _Lane(self._by_kernel, number * WINDOW_PIECES) for number, key in enumerate(_DIRECTIONS)
+        }
+        self._lanes = [*self._engine_lanes.values(), *self._kernel_lanes.values()]
         self._over: list[_Active] = []
         self.broken: DeviceError | None = None
         """Why the GPU's context is of no use any more: only a new process gets another."""
@@ -99,21 +127,35 @@ class CudaExecutor(ActivePlans[_Active]):
         if active.ended is None and self.broken is not None:
             active.ended = (Outcome.FAILED, _failure(active, self.broken))
         if active.ended is None:
-            by_lane: dict[tuple[bool, bool], list[StridedCopies]] = {}
-            for copies in plan.copies:
-                by_lane.setdefault(self._lane_of(copies), []).append(copies)
-            for key, sets in by_lane.items():
-                active.pending += 1
-                self._lanes[key].turns.append((active, _pieces(sets)))
+            for copies in stacked(plan.copies):
+                self._deal(active, copies)
         self._settle(active)
 
-    def _lane_of(self, copies: StridedCopies) -> tuple[bool, bool]:
+    def _deal(self, active: _Active, copies: StridedCopies) -> None:
+        """Puts a set into the turns of the lane that carries it fastest."""
+        count = len(copies.source_offsets)
+        if count == 0:
+            return
         source, target = self._regions.find(copies.source_region), self._regions.find(copies.target_region)
-        return source.array is None, target.array is None
+        key = source.array is None, target.array is None
+        small = copies.total_bytes < self._small_copy_bytes * count and len(copies.counts) <= MAX_EXTENTS
+        active.pending += 1
+        if small and count >= _LEAST_LAUNCH and any(key):
+            work = slices(copies, PIECE_BYTES, MAX_COPIES * (copies.runs // count))
+            self._kernel_lanes[key].turns.append((active, work))
+        else:
+            self._engine_lanes[key].turns.append((active, slices(copies, PIECE_BYTES, PIECE_RUNS)))
+
+    def _by_engine(self, copies: StridedCopies, _mark: int, stream: int) -> None:
+        self._copies.issue(copies, stream)
+
+    def _by_kernel(self, copies: StridedCopies, mark: int, stream: int) -> None:
+        source, target = (self._regions.address(r) for r in (copies.source_region, copies.target_region))
+        self._kernel.launch(copies, source, target, mark, stream)
 
     def poll(self) -> list[Completion]:
         """See `Executor.poll`. Waits for nothing."""
-        for lane in self._lanes.values():
+        for lane in self._lanes:
             self._retire(lane)
             self._fill(lane)
         over, self._over = self._over, []
@@ -129,14 +171,15 @@ class CudaExecutor(ActivePlans[_Active]):
 
     def idle(self) -> bool:
         """Whether `poll` can do nothing until a copy has landed: the caller may sleep about a millisecond."""
-        return not self._over and not any(lane.turns and lane.has_room() for lane in self._lanes.values())
+        return not self._over and not any(lane.turns and lane.has_room() for lane in self._lanes)
 
     def release(self) -> None:
         """Gives streams and events back, after `close` and the last completion. Raises DeviceError."""
         assert not self._active, f"plans {self.outstanding()} are outstanding"
-        for lane in self._lanes.values():
+        for lane in self._lanes:
             lane.close()
         self._lanes.clear()
+        self._kernel.close()
 
     def _settle(self, active: _Active) -> None:
         """Ends a plan of which nothing is to be issued and nothing in flight; once."""
@@ -154,11 +197,11 @@ class CudaExecutor(ActivePlans[_Active]):
     def _retire(self, lane: _Lane) -> None:
         """Takes off what has landed. An event that fails means a broken context: nothing says what has landed."""
         while lane.pieces:
-            (status,) = driver().cuEventQuery(lane.pieces[0].event)
+            (status,) = driver().cuEventQuery(lane.pieces[0].mark.event)
             if int(status) == self._not_ready:
                 return
             piece = lane.pieces.popleft()
-            lane.events.append(piece.event)
+            lane.marks.append(piece.mark)
             lane.queued_bytes -= piece.size_bytes
             piece.active.in_flight -= 1
             if int(status) == 0:
@@ -181,7 +224,7 @@ class CudaExecutor(ActivePlans[_Active]):
             active.started_ns = active.started_ns or self._clock_ns()
             size_bytes = piece.total_bytes
             try:
-                self._copies.issue(piece, int(lane.stream))
+                lane.issue(piece, lane.marks[-1].number, int(lane.stream))
             except DeviceError as error:
                 # Some of it may be queued all the same: the event behind it tells when that has landed.
                 size_bytes = 0
@@ -191,22 +234,22 @@ class CudaExecutor(ActivePlans[_Active]):
 
     def _mark(self, lane: _Lane, active: _Active, size_bytes: int) -> None:
         """Puts an event behind what was just queued."""
-        event = lane.events.pop()
+        mark = lane.marks.pop()
         active.in_flight += 1
         try:
-            call("cuEventRecord", event, lane.stream)
+            call("cuEventRecord", mark.event, lane.stream)
         except DeviceError as error:
-            lane.events.append(event)
+            lane.marks.append(mark)
             active.in_flight -= 1
             self._break(active, error)
             self._drop_turns(active)
             self._settle(active)
             return
         lane.queued_bytes += size_bytes
-        lane.pieces.append(_Piece(active, size_bytes, event))
+        lane.pieces.append(_Piece(active, size_bytes, mark))
 
     def _drop_turns(self, active: _Active) -> None:
-        for lane in self._lanes.values():
+        for lane in self._lanes:
             kept = [turn for turn in lane.turns if turn[0] is not active]
             active.pending -= len(lane.turns) - len(kept)
             lane.turns = deque(kept)
@@ -218,8 +261,3 @@ class CudaExecutor(ActivePlans[_Active]):
 
 def _failure(active: _Active, error: DeviceError) -> TransferFailed:
     return TransferFailed(f"plan {active.plan.plan_id}: {error}")
-
-
-def _pieces(sets: list[StridedCopies]) -> Iterator[StridedCopies]:
-    for copies in stacked(sets):
-        yield from slices(copies, PIECE_BYTES, PIECE_RUNS)

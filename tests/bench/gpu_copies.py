@@ -1,6 +1,6 @@
 """On a GPU: what the cuda executor makes of the link, beside plain copies of the same run.
 
-    python -m tests.bench.gpu_copies load SECONDS   copies down flat out, for the figure of a loop beside it
+    python -m tests.bench.gpu_copies load whole|permuted|kernel-permuted   copies down flat out, for the figure of a loop beside it
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvmanager.allocators.device_memory import DeviceMapping, create_device_memo
 from kvmanager.core.plans import CopyPlan, Purpose, Rows, StridedCopies, copy_rows, copy_whole_pages
 from kvmanager.geometry import ShardGeometry
 from kvmanager.layout import GLM53, native_layout
-from kvmanager.transport.cuda import CudaExecutor
+from kvmanager.transport.cuda import SMALL_COPY_BYTES, CudaExecutor
 from kvmanager.transport.cuda_copies import Box, CudaCopies, as_box, stacked
 from kvmanager.transport.executor import RegionMap
 from kvmanager.transport.pinned import PinnedMemory, chunk_bounds
@@ -198,6 +198,11 @@ def _shape_figures(memory: Memory, plain: Plain, executor: CudaExecutor) -> Iter
     yield Figure("gpu: one 3-D copy a page pair, alone", boxes / GB, "GB/s", "one 3-D copy of 172 MB", boxes / bare)
     rate = plan.total_bytes / _median_s(lambda: _run(executor, [plan]))
     yield Figure("gpu: permuted offload, whole pages", rate / GB, "GB/s", "one 3-D copy a page pair", rate / boxes)
+    for what, limit in (("by copy engines alone", 0), ("by the kernel alone", MIB)):
+        other = CudaExecutor(memory.regions, DEVICE, small_copy_bytes=limit)
+        rate = plan.total_bytes / _median_s(lambda other=other: _run(other, [plan]))  # type: ignore[misc]
+        yield Figure(f"gpu: the same {what}", rate / GB, "GB/s", "one 3-D copy a page pair", rate / boxes)
+        other.release()
     for name, least in (("latent rows", 656), ("groups of four layers", 2_624)):
         part = CopyPlan(1, Purpose.PLACE, tuple(c for c in plan.copies if c.row_bytes >= least))
         rate = part.total_bytes / _median_s(lambda part=part: _run(executor, [part]))  # type: ignore[misc]
@@ -272,8 +277,13 @@ def beside_a_loop() -> Iterator[Figure]:
             step()
         return sorted(_seconds(step) for _ in range(200))[100]
 
+    for what in ("whole", "permuted", "kernel-permuted"):
+        yield from _beside(what, median)
+
+
+def _beside(what: str, median: Callable[[], float]) -> Iterator[Figure]:
     alone = median()
-    command = [sys.executable, "-m", "tests.bench.gpu_copies", "load", "60"]
+    command = [sys.executable, "-m", "tests.bench.gpu_copies", "load", what]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdin is not None
@@ -282,25 +292,29 @@ def beside_a_loop() -> Iterator[Figure]:
         other.stdin.close()
         rate = float(other.stdout.readline())
     again = median()
-    yield Figure("gpu: offload beside a decode-like loop", rate, "GB/s", "itself", 1.0)
+    yield Figure(f"gpu: {what} pages down beside a decode-like loop", rate, "GB/s", "itself", 1.0)
     yield Figure("gpu: a step of that loop", beside * 1e3, "ms", "alone, before and after",
                  2 * beside / (alone + again))  # fmt: skip
 
 
-def _load(seconds: float) -> None:
-    """Copies down until stdin ends; says the rate in GB/s."""
+def _load(what: str) -> None:
+    """Copies pages down, as they are or permuted, until stdin ends; says the rate in GB/s."""
     import select
 
     memory = Memory(8 * GIB, HBM_PAGES // 2 * PAGE)
-    executor = CudaExecutor(memory.regions, DEVICE)
+    small = MIB if what == "kernel-permuted" else SMALL_COPY_BYTES
+    executor = CudaExecutor(memory.regions, DEVICE, small_copy_bytes=small)
     pages = np.arange(PLAN_PAGES)
     print("copying", flush=True)
     started, moved = time.perf_counter(), 0
     number = 0
-    while not select.select([sys.stdin], [], [], 0)[0] and time.perf_counter() - started < seconds:
+    permuted = _permuted(512).copies
+    while not select.select([sys.stdin], [], [], 0)[0] and time.perf_counter() - started < 60:
         while len(executor.outstanding()) < 4:
             number += 1
-            copies = copy_whole_pages(PAGE, [HBM], (pages * 7 + number) % 2_000, [HOST], (pages * 3 + number) % 2_000)
+            places = (pages * 7 + number) % 2_000, (pages * 3 + number) % 2_000
+            whole = copy_whole_pages(PAGE, [HBM], places[0], [HOST], places[1])
+            copies = whole if what == "whole" else permuted
             executor.submit(CopyPlan(number, Purpose.OFFLOAD, copies))
         moved += sum(completion.moved_bytes for completion in executor.poll())
         if executor.idle():
@@ -310,4 +324,4 @@ def _load(seconds: float) -> None:
 
 if __name__ == "__main__":
     assert sys.argv[1] == "load"
-    _load(float(sys.argv[2]))
+    _load(sys.argv[2])
