@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvmanager.errors import InvalidArgument
 from kvmanager.geometry import Int64Array
 from kvmanager.layout import Component
 
@@ -19,6 +20,9 @@ class ComponentRows:
     """
 
     def __init__(self, region: Bytes, component: Component, page_rows: int) -> None:
+        """Raises InvalidArgument for a region of GPU memory: these rows are read by the CPU."""
+        if not isinstance(region, np.ndarray):
+            raise InvalidArgument(f"rows of {type(region).__name__}: this engine computes on the CPU; use a cpu node")
         assert region.ndim == 1
         assert region.dtype == np.uint8
         last_slot = (page_rows - 1) * component.slot_stride + component.row_bytes

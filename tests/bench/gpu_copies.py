@@ -1,6 +1,8 @@
 """On a GPU: what the cuda executor makes of the link, beside plain copies of the same run.
 
-    python -m tests.bench.gpu_copies load whole|permuted|kernel-permuted   copies down flat out, for the figure of a loop beside it
+    python -m tests.bench.gpu_copies load whole|permuted|kernel-permuted
+
+copies pages down flat out, for the figure of a loop beside it.
 """
 
 from __future__ import annotations
@@ -293,7 +295,7 @@ def _beside(what: str, median: Callable[[], float]) -> Iterator[Figure]:
         rate = float(other.stdout.readline())
     again = median()
     yield Figure(f"gpu: {what} pages down beside a decode-like loop", rate, "GB/s", "itself", 1.0)
-    yield Figure("gpu: a step of that loop", beside * 1e3, "ms", "alone, before and after",
+    yield Figure(f"gpu: a step of that loop beside {what}", beside * 1e3, "ms", "alone, before and after",
                  2 * beside / (alone + again))  # fmt: skip
 
 
