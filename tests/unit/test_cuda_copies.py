@@ -45,6 +45,11 @@ def box_pairs(part: StridedCopies, box: Box) -> set[tuple[int, int, int]]:
     return found
 
 
+def _stride(rng: random.Random, pitch: int) -> int:
+    """Whole pitches, few or many, or any number of bytes."""
+    return rng.choice((pitch * rng.randint(1, 5), pitch * rng.randint(1, 40), rng.randint(-3000, 9000)))
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_a_box_copies_the_rows_of_its_set(seed: int) -> None:
     print(f"seed {seed}")
@@ -54,8 +59,7 @@ def test_a_box_copies_the_rows_of_its_set(seed: int) -> None:
     strides = []
     for _ in range(2):
         pitch = row * rng.randint(1, 3)
-        side = [rng.choice((pitch * rng.randint(1, 40), rng.randint(-3000, 9000))) for _ in counts]
-        strides.append(tuple(side))
+        strides.append(tuple(_stride(rng, pitch) for _ in counts))
     offsets = np.array(rng.sample(range(10**6, 2 * 10**6), 3))
     c = StridedCopies(1, 2, offsets, offsets[::-1].copy(), counts, strides[0], strides[1], row)
     part, box = as_box(c, MAX_PITCH, never)

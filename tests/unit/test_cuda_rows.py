@@ -9,9 +9,11 @@ from kvmanager.core.plans import StridedCopies
 from kvmanager.transport.cuda_rows import unit_bytes
 
 
-def copies(row: int = 128, offset: int = 0, stride: int = 256, count: int = 2, n: int = 3) -> StridedCopies:
-    offsets = np.arange(n, dtype=np.int64) * 4_096
-    return StridedCopies(1, 2, offsets + offset, offsets, (count,), (stride,), (2 * stride,), row)
+def copies(
+    row: int = 128, offset: int = 0, target_offset: int = 0, stride: int = 256, target_stride: int = 512
+) -> StridedCopies:
+    places = np.arange(3, dtype=np.int64) * 4_096
+    return StridedCopies(1, 2, places + offset, places + target_offset, (2,), (stride,), (target_stride,), row)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +24,9 @@ def copies(row: int = 128, offset: int = 0, stride: int = 256, count: int = 2, n
         ({"row": 131}, (0, 0), 1),
         ({"offset": 4}, (0, 0), 4),
         ({"offset": 6}, (0, 0), 1),
+        ({"target_offset": 8}, (0, 0), 4),
         ({"stride": 132}, (0, 0), 4),
+        ({"target_stride": 140}, (0, 0), 4),
         ({"stride": -131}, (0, 0), 1),
         ({}, (1 << 21, 8), 4),
         ({}, (1, 0), 1),
