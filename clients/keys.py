@@ -68,11 +68,21 @@ class KeyChain:
 
         `tokens`: integers[n] in [0, 2**32). Raises InvalidArgument for others.
         """
-        data = self._tail + _as_u32(tokens).tobytes()
+        array = _as_u32(tokens)
+        text = array.view(np.uint8).data if len(array) else memoryview(b"")
         width = self.key_tokens * 4
-        whole = len(data) // width * width
-        made = _chained(self._last, data[:whole], width, self.key_bytes)
-        self._tail = data[whole:]
+        first = b""
+        if self._tail:
+            missing = width - len(self._tail)
+            self._tail, text = self._tail + bytes(text[:missing]), text[missing:]
+            if len(self._tail) < width:
+                return b""
+            first, self._tail = self._tail, b""
+        whole = len(text) // width * width
+        made = b""
+        for part in (first, text[:whole]):
+            made += _chained(made[-self.key_bytes :] or self._last, part, width, self.key_bytes)
+        self._tail = bytes(text[whole:])
         if made:
             self._last = made[-self.key_bytes :]
             self._keys += made
@@ -94,7 +104,7 @@ class KeyChain:
         return self.segments * self.key_tokens + len(self._tail) // 4
 
 
-def _chained(last: bytes, segments: bytes, width: int, key_bytes: int) -> bytes:
+def _chained(last: bytes, segments: bytes | memoryview, width: int, key_bytes: int) -> bytes:
     """Keys of `segments` (each `width` bytes) after the key or seed `last`, concatenated.
 
     Each key needs the one before it, so this loop can't be spread; two calls of hashlib a segment are all it does.

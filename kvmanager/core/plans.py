@@ -418,6 +418,9 @@ def _place_box(box: Box, group: Progression) -> Iterable[StridedCopies]:
         strides = (box.source_strides, box.target_strides)
         yield StridedCopies(*regions, source, target, box.counts, *strides, box.row_bytes)
         return
+    if len(source) == 1:
+        yield StridedCopies(*regions, source, target, (), (), (), box.row_bytes)
+        return
     order = np.argsort(source, kind="stable")
     (starts, sizes), targets = _merge_runs(source[order], target[order], box.row_bytes)
     for size in np.unique(sizes):

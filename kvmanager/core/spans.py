@@ -265,9 +265,11 @@ class SpanTable:
         assert (self.pins[as_range(index)] >= 0).all(), "a span was unpinned once too often"
 
     def _count(self, counts: npt.NDArray[np.int32], rows: RowArray, more: int) -> None:
-        at = as_range(rows)
-        if isinstance(at, slice) or len(rows) == 1:
-            counts[at] += more
+        """Adds to the rows' counts, as often as a row is named."""
+        starts = np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1
+        if len(starts) < len(rows) // 8:
+            for part in np.split(rows, starts):
+                counts[part[0] : part[-1] + 1] += more
         else:
             np.add.at(counts, rows, more)
 

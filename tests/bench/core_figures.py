@@ -15,6 +15,7 @@ from time import perf_counter
 
 import numpy as np
 
+from kvmanager.clients.keys import KeyChain
 from kvmanager.config import NodeConfig
 from kvmanager.core.events import (
     AttachRank,
@@ -36,6 +37,7 @@ from kvmanager.core.node import Node
 from kvmanager.core.prefix import PrefixIndex
 from kvmanager.core.spans import NO_SPAN, SpanTable
 from kvmanager.groups import core_limits, plan_memory
+from kvmanager.protos import kvmanager_pb2 as pb
 from tests.bench.figure import Figure, median_s
 
 TOKENS = 1 << 20
@@ -146,6 +148,27 @@ def figures() -> Iterator[Figure]:
     yield from _request_figures()
     yield from _match_figures()
     yield from _state_figures()
+    yield from _key_figures()
+
+
+def _key_figures() -> Iterator[Figure]:
+    """A client's keys for a whole prompt and for its next turn, beside hashlib's own calls in a bare loop."""
+    tokens = np.random.default_rng(0).integers(0, 150_000, TOKENS)
+    text = tokens.astype("<u4").tobytes()
+    namespace = pb.Namespace(model="m", key_tokens=PAGE_ROWS, key_bytes=KEY_BYTES, key_hash="sha256")
+
+    def bare() -> None:
+        last = bytes(32)
+        for start in range(0, len(text), 4 * PAGE_ROWS):
+            last = hashlib.sha256(last + text[start : start + 4 * PAGE_ROWS]).digest()[:KEY_BYTES]
+
+    bare_s = median_s(bare, 9)
+    made_s = median_s(lambda: KeyChain(namespace).extend(tokens), 9)
+    yield Figure("client: keys of 1,048,576 tokens", made_s * 1e3, "ms", "a bare hashlib loop", made_s / bare_s)
+    chain = KeyChain(namespace)
+    chain.extend(tokens)
+    turn_s = median_s(lambda: chain.extend(tokens[:2_048]), 50)
+    yield Figure("client: keys of the next 2,048 tokens", turn_s * 1e6, "us", "that loop", turn_s / bare_s)
 
 
 def _request_figures() -> Iterator[Figure]:
