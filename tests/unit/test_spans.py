@@ -106,3 +106,17 @@ def test_many_copies_come_and_go_at_once():
     table.remove_many(rows[1:])
     assert list(table) == [rows[0]]
     assert table.add(0, SEQUENTIAL, now=0) == rows[1]
+
+
+def test_pins_of_many_rows_are_counted_each():
+    """Long stretches of rows are counted as ranges: each row as often as it is named, its neighbours not."""
+    table = SpanTable(1, 1)
+    for i in range(100):
+        table.add(i, SEQUENTIAL, now=0)
+    named = np.concatenate([np.arange(10, 60), [3], np.arange(40, 80), [3, 99]])
+    table.pin(named)
+    assert table.pins[:100].tolist() == np.bincount(named, minlength=100).tolist()
+    table.unpin(named[:51])
+    assert table.pins[:100].tolist() == np.bincount(named[51:], minlength=100).tolist()
+    with pytest.raises(AssertionError, match="once too often"):
+        table.unpin(named[:51])
