@@ -57,6 +57,10 @@ class AdminClient:
         """Tickets that are out."""
         return self._call(self._stub.Leases, pb.LeasesRequest(), pb.LeasesReply)
 
+    def upgrade(self) -> pb.UpgradeReply:
+        """Has the daemon replaced by what is installed now. Raises the daemon's error when that could not go on."""
+        return self._call(self._stub.Upgrade, pb.UpgradeRequest(), pb.UpgradeReply)
+
     def close(self) -> None:
         """Leaves the node."""
         self._channel.close()

@@ -44,6 +44,8 @@ class AdminService(pb_grpc.AdminServicer):
         state: Callable[[], str],
         fence: Fence,
         fault_in: FaultIn,
+        check_successor: Callable[[], None],
+        replace: Callable[[], None],
     ) -> None:
         self._boot_id = boot_id
         self._name = name
@@ -54,6 +56,8 @@ class AdminService(pb_grpc.AdminServicer):
         self._fence = fence
         self._fault_in = fault_in
         self._started_ns = time.monotonic_ns()
+        self._check_successor = check_successor
+        self._replace = replace
 
     @typed
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:  # noqa: ARG002
@@ -120,6 +124,14 @@ class AdminService(pb_grpc.AdminServicer):
         """Every ticket that pins pages."""
         self._callers.who(context, *ROLES)
         return self._loop.inspect(lambda node: _leases(node.state))
+
+    @typed
+    def Upgrade(self, request: pb.UpgradeRequest, context: grpc.ServicerContext) -> pb.UpgradeReply:  # noqa: ARG002
+        """Has the daemon replaced once the answer is out. Raises JournalMismatch when a new one could not go on."""
+        self._callers.who(context, "operator")
+        self._check_successor()
+        context.add_callback(self._replace)
+        return pb.UpgradeReply(boot_id=self._boot_id)
 
 
 def _status(node: Node) -> pb.StatusReply:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
@@ -26,6 +27,7 @@ from kvmanager.sizing import size_of
 from kvmanager.units import format_bytes
 
 EXIT_UNREACHABLE: Final = 3
+UPGRADE_S: Final = 60.0
 
 R = TypeVar("R", bound=Message)
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -137,6 +139,35 @@ def config_check(
         _print_json(sizing.as_dict())
     else:
         Console(highlight=False).print(screens.sizing_screen(sizing))
+
+
+@app.command()
+def upgrade(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Replace the running daemon by the installed version; engines pause, attach again and go on."""
+    began = time.monotonic()
+    with _one_line_errors():
+        where = _find_node(runtime_dir, config)
+        with AdminClient(where) as client:
+            before = client.upgrade().boot_id
+        reply = _successor(where, before)
+    report = {"boot_id": reply.boot_id, "version": reply.version, "seconds": round(time.monotonic() - began, 3)}
+    if as_json:
+        _print_json(report)
+    else:
+        print(f"version {reply.version} serves as boot {reply.boot_id}, {report['seconds']} s")
+
+
+def _successor(where: Path, boot_id: int) -> Any:
+    """The status of the daemon that comes after `boot_id`. Raises NotReady when none serves in time."""
+    deadline = time.monotonic() + UPGRADE_S
+    while True:
+        with suppress(KVError), AdminClient(where) as client:
+            reply = client.status()
+            if reply.boot_id > boot_id and reply.state == "serving":
+                return reply
+        if time.monotonic() > deadline:
+            raise NotReady(f"no new daemon serves in {where} after {UPGRADE_S:g} s; see the node's log")
+        time.sleep(0.05)
 
 
 @app.command()

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import grpc
@@ -37,12 +40,13 @@ from kvmanager.core.state import PullJob
 from kvmanager.deposits import SERVING
 from kvmanager.draining import has_requests, still_held
 from kvmanager.engine_service import EngineService, Gate
-from kvmanager.errors import ConfigError, DaemonError, DeviceError, Draining, KVError, NotReady
+from kvmanager.errors import ConfigError, DaemonError, DeviceError, Draining, KVError, NotReady, StaleBoot
 from kvmanager.faultin import FaultIn
 from kvmanager.fencing import Fence
 from kvmanager.groups import core_limits, plan_memory
 from kvmanager.handoff import Handoffs
-from kvmanager.keeper import EXIT_CONFIG, EXIT_FAILED
+from kvmanager.journal import Fingerprints, JournalMismatch
+from kvmanager.keeper import EXIT_CONFIG, EXIT_FAILED, EXIT_REPLACED
 from kvmanager.keeperlink import KeeperLink
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership, Registration
@@ -60,6 +64,8 @@ from kvmanager.worker_service import WorkerService
 EXIT_INVARIANT = 77
 STREAM_THREADS = 64
 """Concurrent calls; each open session holds one."""
+SUCCESSOR_S = 30.0
+"""How long the installed daemon may take to say what it is, before it may replace this one."""
 DRAIN_POLL_S = 0.05
 _log = logging.getLogger("kvmanager.daemon")
 
@@ -67,7 +73,7 @@ _log = logging.getLogger("kvmanager.daemon")
 class Daemon:
     """Everything of one node, wired together. `start`, then `wait`, then `stop`."""
 
-    def __init__(self, config: NodeConfig, keeper: KeeperLink | None) -> None:
+    def __init__(self, config: NodeConfig, config_path: Path, keeper: KeeperLink | None) -> None:
         """Takes over what the keeper holds, or makes the memory anew where it holds nothing.
 
         Raises ConfigError when new memory does not fit, or what is there was left by another program or configuration;
@@ -75,6 +81,7 @@ class Daemon:
         """
         make_private_dir(config.node.runtime_dir)
         self._config = config
+        self._config_path = config_path
         parts = node_parts(config)
         plan, limits = parts.memory, parts.limits
         left = Leftovers(keeper)
@@ -182,6 +189,8 @@ class Daemon:
             lambda: self._state,
             self._fence,
             self._fault_in,
+            self._check_successor,
+            self._replace,
         )
         server = grpc.server(
             ThreadPoolExecutor(max_workers=STREAM_THREADS, thread_name_prefix="grpc"),
@@ -250,8 +259,40 @@ class Daemon:
             self._hurry.set()
         self._over.set()
 
+    def _check_successor(self) -> None:
+        """Raises JournalMismatch when what is installed and configured now could not go on from here."""
+        command = [sys.executable, "-m", "kvmanager.daemon", "--config", str(self._config_path), "--fingerprints"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SUCCESSOR_S, check=False)
+        if done.returncode:
+            raise JournalMismatch(f"the installed daemon does not start: {done.stderr.strip()[-500:]}")
+        Fingerprints(**json.loads(done.stdout)).check(self._prints, log_empty=True)
+
+    def _replace(self) -> None:
+        """Ends this daemon so that another one goes on."""
+        self._exit_code = EXIT_REPLACED
+        self._over.set()
+
+    @property
+    def exit_code(self) -> int:
+        """What the process ends with when nothing failed."""
+        return self._exit_code
+
+    def _leave_to_successor(self) -> None:
+        """Ends between two events: engines are told to attach again, and the journal is one snapshot."""
+        self._hub.end_all(StaleBoot("the daemon is being replaced; attach again"))
+        self._server.stop(grace=1.0).wait()
+        self._attach.close()
+        self._loop.stop()
+        self._journal.snapshot(self._node)
+        self._handoffs.close()
+        self._mover.close()
+        self._regions.close()
+
     def stop(self) -> None:
         """Drains for at most `drain_ms`, then closes everything and says how long that took."""
+        if self._failure is None and self._exit_code == EXIT_REPLACED:
+            self._leave_to_successor()
+            return
         if self._failure is None:
             with contextlib.suppress(NotReady):  # the failure that ended the core is known
                 self._drain()
@@ -329,7 +370,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvmanager.daemon", description="The control plane of one node.")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--keeper-fd", type=int, help="socket to the keeper that holds the memory's descriptors")
+    parser.add_argument("--fingerprints", action="store_true", help="print whose journals it can go on from, and end")
     options = parser.parse_args(arguments)
+    if options.fingerprints:
+        print(json.dumps(asdict(node_parts(NodeConfig.from_file(options.config)).prints)))
+        return 0
     logging.basicConfig(level=os.environ.get("KVMANAGER_LOG", "INFO"), format="%(asctime)s %(name)s %(message)s")
     if not __debug__:
         _log.critical("assertions are off (python -O): a broken invariant would serve wrong KV; start without -O")
@@ -351,7 +396,7 @@ def _run(config_path: Path, keeper: KeeperLink | None) -> int:
         if keeper is not None:
             make_private_dir(config.node.runtime_dir)
             keeper.listen(config.node.runtime_dir)
-        daemon = Daemon(config, keeper)
+        daemon = Daemon(config, config_path, keeper)
     except (ConfigError, DeviceError) as error:
         _log.critical("%s", error)
         return EXIT_CONFIG
@@ -394,7 +439,7 @@ def _serve(daemon: Daemon, keeper: KeeperLink | None) -> int:
         keeper.say("draining")
     daemon.stop()
     if failure is None:
-        return 0
+        return daemon.exit_code
     _log.critical("stopped after a failure: %r", failure)
     return EXIT_INVARIANT
 

@@ -41,8 +41,7 @@ from kvmanager.systemd import Systemd, stored_deposits, without_systemd
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
-EXIT_REPLACED: Final = 75
-"""Of a daemon that shall be started again at once."""
+EXIT_REPLACED: Final = 75  # of a daemon that shall be started again at once
 EXIT_CONFIG: Final = 78
 """As in sysexits.h; a daemon that exits with it is not restarted."""
 

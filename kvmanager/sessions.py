@@ -151,9 +151,9 @@ class SessionHub:
             message = pb.StepReply(boot_id=self._boot_id, notices=[notice_message(effect.notice)])
             stream.put(message)
 
-    def end_all(self) -> None:
-        """Ends every stream."""
+    def end_all(self, error: KVError | None = None) -> None:
+        """Ends every stream, with an error or without."""
         with self._lock:
             streams = list(self._streams.values())
         for stream in streams:
-            stream.end()
+            stream.end(error)

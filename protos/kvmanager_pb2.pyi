@@ -3259,3 +3259,42 @@ class LeaseStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaseStatus: _TypeAlias = LeaseStatus  # noqa: Y015
+
+@_typing.final
+class UpgradeRequest(_message.Message):
+    """Asks for another daemon, from what is installed now, that goes on with everything."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpgradeRequest: _TypeAlias = UpgradeRequest  # noqa: Y015
+
+@_typing.final
+class UpgradeReply(_message.Message):
+    """The daemon ends after this answer; its successor has a higher boot id."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    boot_id: _builtins.int
+    """id of the daemon that answers"""
+    def __init__(
+        self,
+        *,
+        boot_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpgradeReply: _TypeAlias = UpgradeReply  # noqa: Y015

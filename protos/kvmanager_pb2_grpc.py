@@ -694,7 +694,7 @@ class Peer:
 
 
 class AdminStub:
-    """Read-only views for people and tools (any role but "worker").
+    """Views for people and tools (any role but "worker"), and what operators may do.
     """
 
     def __init__(self, channel):
@@ -733,10 +733,15 @@ class AdminStub:
                 request_serializer=kvmanager__pb2.LeasesRequest.SerializeToString,
                 response_deserializer=kvmanager__pb2.LeasesReply.FromString,
                 _registered_method=True)
+        self.Upgrade = channel.unary_unary(
+                '/kvmanager.v1.Admin/Upgrade',
+                request_serializer=kvmanager__pb2.UpgradeRequest.SerializeToString,
+                response_deserializer=kvmanager__pb2.UpgradeReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
-    """Read-only views for people and tools (any role but "worker").
+    """Views for people and tools (any role but "worker"), and what operators may do.
     """
 
     def Status(self, request, context):
@@ -781,6 +786,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Upgrade(self, request, context):
+        """Replaces the daemon; engines pause, attach again and go on. Operators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -814,6 +826,11 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=kvmanager__pb2.LeasesRequest.FromString,
                     response_serializer=kvmanager__pb2.LeasesReply.SerializeToString,
             ),
+            'Upgrade': grpc.unary_unary_rpc_method_handler(
+                    servicer.Upgrade,
+                    request_deserializer=kvmanager__pb2.UpgradeRequest.FromString,
+                    response_serializer=kvmanager__pb2.UpgradeReply.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kvmanager.v1.Admin', rpc_method_handlers)
@@ -823,7 +840,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """Read-only views for people and tools (any role but "worker").
+    """Views for people and tools (any role but "worker"), and what operators may do.
     """
 
     @staticmethod
@@ -978,6 +995,33 @@ class Admin:
             '/kvmanager.v1.Admin/Leases',
             kvmanager__pb2.LeasesRequest.SerializeToString,
             kvmanager__pb2.LeasesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Upgrade(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmanager.v1.Admin/Upgrade',
+            kvmanager__pb2.UpgradeRequest.SerializeToString,
+            kvmanager__pb2.UpgradeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -332,3 +333,41 @@ def test_cold_is_a_word_of_the_command() -> None:
         [sys.executable, "-m", "kvmanager.cli", "serve", "--help"], capture_output=True, text=True, check=True
     )
     assert "--cold" in done.stdout
+
+
+def test_an_upgrade_under_load_keeps_engines_attached(served: Node) -> None:
+    """They pause and go on, with the same pages; the journal is one snapshot, which a newer core may read."""
+    engine = prefill_engine(served.runtime_dir)
+    boot_id, epoch = engine.client.boot_id, engine.client.epoch
+    command = [sys.executable, "-m", "kvmanager.cli", "upgrade", "--runtime-dir", str(served.runtime_dir), "--json"]
+    upgrade = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    number = 0
+    while upgrade.poll() is None or number < 5:
+        run_request(engine, number, tokens_of(number % 5, 5 * SPAN), number % 5)
+        number += 1
+    report = upgrade.communicate()[0]
+    assert upgrade.returncode == 0, report
+    assert json.loads(report)["boot_id"] > boot_id
+    assert run_request(engine, number, tokens_of(0, 5 * SPAN), 0) >= 4 * SPAN
+    assert engine.client.boot_id == json.loads(report)["boot_id"]
+    assert engine.client.epoch == epoch
+    assert "0 events, replayed" in served.log()
+    assert "restart in" not in served.log(), "no death is counted"
+    engine.close()
+    served.reopen()
+    served.wait_at_rest()
+
+
+def test_an_upgrade_to_another_configuration_is_refused_and_changes_nothing(tmp_path) -> None:
+    with node(tmp_path, "prefill", prefill_toml, pages=64) as served:
+        engine = prefill_engine(served.runtime_dir)
+        engine.step()
+        config = next(tmp_path.rglob("*.toml"))
+        smaller = re.sub(r"host_bytes_per_rank = \d+", f"host_bytes_per_rank = {20 * PAGE_BYTES}", config.read_text())
+        config.write_text(smaller)
+        boot_id = engine.client.boot_id
+        with pytest.raises(KVError, match="another configuration"):
+            served.admin.upgrade()
+        engine.step()
+        assert engine.client.boot_id == boot_id
+        engine.close()
