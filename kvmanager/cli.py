@@ -249,29 +249,31 @@ def replay(
     pool_tokens: Annotated[int, typer.Option(min=1, help="What the cache holds, in tokens.")] = 2_000_000,
     requests: Annotated[int, typer.Option(min=1, help="Requests to replay; the first quarter is not counted.")] = 8_000,
     seed: Annotated[int, typer.Option(help="Of the order of sessions and their starts.")] = 42,
-    policy: Annotated[str, typer.Option(help="lru or return-rate.")] = "return-rate",
+    policy: Annotated[str, typer.Option(help="lru, return-rate or return-cost.")] = "return-rate",
+    host_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a host pool behind it; 0: one tier.")] = 0,
+    inclusion: Annotated[
+        str, typer.Option(help="inclusive, exclusive or as-needed: whether what was loaded stays on the host.")
+    ] = "as-needed",
     ranks: Annotated[int, typer.Option(min=1, help="DCP ranks: a span is 64 tokens times this.")] = 8,
     min_peak: Annotated[int, typer.Option(min=0, help="Only sessions with a prompt of so many tokens.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Replay recorded agent sessions on the core in virtual time: what a pool size and a policy are worth."""
-    from kvmanager.replay.cli import render, replay_file
+    from kvmanager.replay import cli as replays
 
+    asked = {"lanes": lanes, "pool_tokens": pool_tokens, "requests": requests, "seed": seed, "ranks": ranks}
+    report: replays.Report
     with _one_line_errors():
-        report = replay_file(
-            file,
-            lanes=lanes,
-            pool_tokens=pool_tokens,
-            requests=requests,
-            seed=seed,
-            policy=policy,
-            ranks=ranks,
-            min_peak=min_peak,
-        )
+        if host_tokens:
+            report = replays.replay_file_in_tiers(
+                file, **asked, host_tokens=host_tokens, inclusion=inclusion, policy=policy, min_peak=min_peak
+            )
+        else:
+            report = replays.replay_file(file, **asked, policy=policy, min_peak=min_peak)
     if as_json:
         _print_json(report.as_dict())
     else:
-        Console(highlight=False).print(render(report))
+        Console(highlight=False).print(replays.render(report))
 
 
 def main() -> None:

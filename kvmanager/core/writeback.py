@@ -43,15 +43,16 @@ def reconsider(state: State, group: Group) -> None:
 def _write_coldest(state: State, group: Group, number: int) -> None:
     """Where too little of a device pool is free or clean, the coldest spans that the device alone holds are queued."""
     chain = group.chains[number]
-    short = any(
-        chain.has_host(c) and _clean_slabs(chain, c) < state.limits.clean_share * chain.pool(c, DEVICE).slabs
+    short = max(
+        int(state.limits.clean_share * chain.pool(c, DEVICE).slabs) - _clean_slabs(chain, c)
         for c in range(chain.table.classes)
+        if chain.has_host(c)
     )
-    if not short:
+    if short <= 0:
         return
     rows = np.unique(np.asarray(group.unwritten[number], np.int64))
     rows = rows[_want_host_copy(group, chain, rows)]
-    coldest = state.reclaimers[group.spec.name].coldest(chain, rows, state.limits.batch_spans)
+    coldest = state.reclaimers[group.spec.name].coldest(chain, rows, min(short, state.limits.batch_spans))
     group.writeback[number].extend(sorted(coldest.tolist(), key=lambda row: int(chain.table.first_token[row])))
     group.unwritten[number] = rows[~np.isin(rows, coldest)].tolist()
     state.counters["writeback_again"] += len(coldest)

@@ -8,21 +8,29 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvmanager.core.spec import Inclusion
+from kvmanager.errors import InvalidArgument
 from kvmanager.replay.run import ReplayReport, replay
-from kvmanager.replay.stream import load_sessions, stream
+from kvmanager.replay.stream import Session, load_sessions, stream
+from kvmanager.replay.tiers import TierReport, replay_tiers
 
+Report = ReplayReport | TierReport
 BUNDLED = "data/claude-code-710.jsonl.xz"
+
+
+def recorded_sessions(path: Path | None, min_peak: int) -> list[Session]:
+    """Sessions of a file, or the bundled ones. Raises InvalidArgument."""
+    if path is not None:
+        return load_sessions(path, min_peak)
+    with as_file(files("kvmanager.replay") / BUNDLED) as bundled:
+        return load_sessions(bundled, min_peak)
 
 
 def replay_file(
     path: Path | None, *, lanes: int, pool_tokens: int, requests: int, seed: int, policy: str, ranks: int, min_peak: int
 ) -> ReplayReport:
     """Replays a file of sessions, or the bundled one; tells its progress on stderr. Raises InvalidArgument."""
-    if path is None:
-        with as_file(files("kvmanager.replay") / BUNDLED) as bundled:
-            sessions = load_sessions(bundled, min_peak)
-    else:
-        sessions = load_sessions(path, min_peak)
+    sessions = recorded_sessions(path, min_peak)
     with Console(stderr=True).status("replaying") as status:
         return replay(
             stream(sessions, lanes, requests, seed),
@@ -34,8 +42,54 @@ def replay_file(
         )
 
 
-def render(report: ReplayReport) -> Table:
+def replay_file_in_tiers(
+    path: Path | None,
+    *,
+    lanes: int,
+    pool_tokens: int,
+    host_tokens: int,
+    inclusion: str,
+    requests: int,
+    seed: int,
+    policy: str,
+    ranks: int,
+    min_peak: int,
+) -> TierReport:
+    """The same with a host pool behind the device pool of `pool_tokens`."""
+    if inclusion not in tuple(Inclusion):
+        raise InvalidArgument(f"no inclusion {inclusion!r}; there are {', '.join(Inclusion)}")
+    sessions = recorded_sessions(path, min_peak)
+    with Console(stderr=True).status("replaying") as status:
+        return replay_tiers(
+            stream(sessions, lanes, requests, seed),
+            requests,
+            pool_tokens,
+            host_tokens,
+            ranks,
+            policy,
+            Inclusion(inclusion),
+            progress=lambda done: status.update(f"{done:,} of {requests:,} requests"),
+        )
+
+
+def _tiers_table(report: TierReport) -> Table:
+    title = f"{report.policy}, {report.device_tokens:,} tokens of HBM and {report.host_tokens:,} on the host"
+    table = Table(title=title, title_justify="left")
+    table.add_column("of the counted requests")
+    table.add_column("value", justify="right")
+    for name, value in report.as_dict().items():
+        if name not in ("policy", "device_tokens", "host_tokens"):
+            shown = value if isinstance(value, str) else f"{value:,.4f}" if name.endswith("rate") else f"{value:,.0f}"
+            table.add_row(name.replace("_", " "), str(shown))
+    return table
+
+
+def render(report: Report) -> Table:
     """The report for people."""
+    return _tiers_table(report) if isinstance(report, TierReport) else _pool_table(report)
+
+
+def _pool_table(report: ReplayReport) -> Table:
     table = Table(title=f"{report.policy}, a pool of {report.pool_tokens:,} tokens", title_justify="left")
     table.add_column("of the counted requests")
     table.add_column("value", justify="right")
@@ -45,4 +99,5 @@ def render(report: ReplayReport) -> Table:
     table.add_row("tokens prefilled", f"{report.prefilled_tokens:,}")
     table.add_row("spans evicted", f"{report.evictions:,}")
     table.add_row("spans reused in part", f"{report.partial_span_reuse:,}")
+    table.add_row("their tokens, not prefilled again", f"{report.partial_span_tokens:,}")
     return table

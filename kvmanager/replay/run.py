@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
 from kvmanager.core.events import (
     Attached,
@@ -49,7 +50,10 @@ Progressed = Callable[[int], None] | None
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """What a replay found. Rates are shares of prompt tokens, counted after the warm-up."""
+    """What a replay found. Rates are shares of prompt tokens, counted after the warm-up.
+
+    `partial_span_tokens`: of the cached ones, those found in spans that the prompt shares in part only.
+    """
 
     policy: str
     pool_tokens: int
@@ -61,6 +65,7 @@ class ReplayReport:
     ceiling: float
     evictions: int
     partial_span_reuse: int
+    partial_span_tokens: int
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -153,6 +158,42 @@ class _Engine:
         self._step(turn_ends=(TurnEnded(str(request.play), request.stop_reason, request.last),))
 
 
+class Clock(Protocol):
+    """What goes through the time of a stream."""
+
+    def at(self, moment_s: float) -> None:
+        """Time goes on."""
+
+    def tick(self) -> None:
+        """What happens with time alone."""
+
+    def turn_ends(self, request: Request) -> None:
+        """A request's answer is complete."""
+
+
+class Timeline:
+    """Between the starts of requests: their answers end, and the clock ticks every `tick_s` at most."""
+
+    def __init__(self, engine: Clock, tick_s: float) -> None:
+        self._engine, self._tick_s, self._next_tick = engine, tick_s, tick_s
+        self._endings: list[tuple[float, int, Request]] = []
+
+    def until(self, request: Request) -> None:
+        """All that happens before the request starts."""
+        while self._endings and self._endings[0][0] <= request.start_s:
+            end, _, ended = heapq.heappop(self._endings)
+            self._engine.at(end)
+            self._engine.turn_ends(ended)
+        self._engine.at(request.start_s)
+        if request.start_s >= self._next_tick:
+            self._engine.tick()
+            self._next_tick = request.start_s + self._tick_s
+
+    def began(self, number: int, request: Request) -> None:
+        """The request runs until its recorded end."""
+        heapq.heappush(self._endings, (request.end_s, number, request))
+
+
 def replay(
     requests: Iterable[Request], total: int, pool_tokens: int, ranks: int, policy: str, progress: Progressed = None
 ) -> ReplayReport:
@@ -164,19 +205,13 @@ def replay(
         raise InvalidArgument(f"no policy {policy!r}; there are {', '.join(POLICIES)}")
     engine = _Engine(pool_tokens, ranks, policy)
     tally = _Tally(warm_up=int(total * WARM_UP))
-    endings: list[tuple[float, int, Request]] = []
-    next_tick = TICK_S
+    timeline = Timeline(engine, TICK_S)
     for number, request in enumerate(requests):
-        while endings and endings[0][0] <= request.start_s:
-            end, _, ended = heapq.heappop(endings)
-            engine.at(end)
-            engine.turn_ends(ended)
-        engine.at(request.start_s)
-        if request.start_s >= next_tick:
-            engine.tick()
-            next_tick = request.start_s + TICK_S
+        timeline.until(request)
+        if number == tally.warm_up:
+            tally.partial_before = engine.node.state.counters["partial_span_tokens"]
         tally.count(number, request, engine.request(number + 1, request))
-        heapq.heappush(endings, (request.end_s, number, request))
+        timeline.began(number, request)
         if progress is not None and number % 100 == 99:
             progress(number + 1)
     counters = engine.node.state.counters
@@ -191,17 +226,22 @@ def replay(
         tally.ceiling_tokens / max(tally.prompt_tokens, 1),
         counters["eviction"],
         counters["partial_span_reuse"],
+        counters["partial_span_tokens"] - tally.partial_before,
     )
 
 
 @dataclass
 class _Tally:
-    """Sums over the counted part of a replay. `seen`: by play, the prefixes asked for so far."""
+    """Sums over the counted part of a replay. `seen`: by play, the prefixes asked for so far.
+
+    `partial_before`: tokens found in partly shared spans before that.
+    """
 
     warm_up: int
     prompt_tokens: int = 0
     cached_tokens: int = 0
     ceiling_tokens: int = 0
+    partial_before: int = 0
     seen: dict[int, set[int]] = field(default_factory=dict)
 
     def count(self, number: int, request: Request, cached_tokens: int) -> None:
