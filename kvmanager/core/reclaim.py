@@ -31,15 +31,24 @@ def evictable(chain: Chain) -> BoolArray:
     """Idle spans whose descendants are all idle too, so that leaf-first eviction can reach them (bool[rows])."""
     table = chain.table
     free: BoolArray = idle(chain)
-    held = np.flatnonzero(table.live & table.published & ~free)
-    # Upwards from held spans, level by level; a request holds its whole path, so one level is the rule.
-    while len(held):
-        parents = table.parent[held]
-        above = np.zeros(len(free), bool)
-        above[parents[parents != NO_SPAN]] = True
-        held = np.flatnonzero(above & free)
-        free[held] = False
+    held = table.live & table.published & ~free
+    parents = table.parent[held]
+    if free[parents[parents != NO_SPAN]].any():
+        free &= ~_led_to(table.parent, held)
     return free
+
+
+def _led_to(parent: npt.NDArray[np.int32], rows: BoolArray) -> BoolArray:
+    """The rows and all that lead to them (bool[rows])."""
+    # Pointer doubling: `ahead[row]` is 1, 2, 4, ... steps towards the root; the last entry stands for "none".
+    none = len(rows)
+    ahead = np.append(np.where(parent == NO_SPAN, none, parent), none)
+    marked = np.append(rows, False)
+    while (ahead[marked] != none).any():
+        marked[ahead[marked]] = True
+        marked[none] = False
+        ahead = ahead[ahead]
+    return marked[:none]
 
 
 def clean(chain: Chain, page_class: int) -> BoolArray:
@@ -321,14 +330,6 @@ class Reclaimer:
         )
         worth = newcomers[np.isin(newcomers, asking[declined:])]
         return worth, losses_for(declined)[0] if len(worth) else NO_LOSSES
-
-    def still_had(self, chain: Chain, pool: Pool, losses: Losses) -> bool:
-        """Whether nothing happened to the losses that would save one of them."""
-        if len(losses) == 0:
-            return True
-        stays = losses.rows[losses.stays]
-        spared = all(droppable(chain, c, tier)[stays].all() for c, tier in _in_pool(chain, pool))
-        return spared and bool(self._reachable(chain, pool)[losses.rows[~losses.stays]].all())
 
     def lose(self, chain: Chain, pool: Pool, losses: Losses) -> None:
         """Takes the pages: copies of spans that stay, all copies of the others."""

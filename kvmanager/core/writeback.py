@@ -85,13 +85,16 @@ def _in_flight(state: State, group: Group, number: int) -> int:
 def _next_batch(state: State, group: Group, number: int) -> list[int]:
     """Up to a batch of spans that still want a host copy and got pages for it; each is busy from here on."""
     chain, queue = group.chains[number], group.writeback[number]
-    rows, looked_at = _wanting(group, chain, queue, state.limits.batch_spans)
-    choice = _choose(state, group, chain, rows)
-    if choice is None or not _take_together(state, group, chain, choice):
-        return _take_in_turn(state, group, number)
-    _decline(state, group, number, choice.declined)
-    queue.take(looked_at)
-    return choice.rows
+    most = state.limits.batch_spans
+    while most:
+        rows, looked_at = _wanting(group, chain, queue, most)
+        choice = _take_together(state, group, chain, rows)
+        if choice is not None:
+            _decline(state, group, number, choice.declined)
+            queue.take(looked_at)
+            return choice.rows
+        most = min(most, len(rows)) // 2
+    return _take_in_turn(state, group, number)
 
 
 def _wanting(group: Group, chain: Chain, queue: RowQueue, most: int) -> tuple[list[int], int]:
@@ -156,7 +159,7 @@ def _choose(state: State, group: Group, chain: Chain, rows: list[int]) -> _Choic
     if found is None:
         return None
     worth, losses = found
-    declined = [row for row in rows if row not in set(worth.tolist())]
+    declined = index[~np.isin(index, worth)].tolist()
     pages = {full[0]: {name: int(chain.widths(worth).sum())}}
     return _Choice(worth.tolist(), declined, pages, full[0], losses)
 
@@ -167,29 +170,31 @@ def _decline(state: State, group: Group, number: int, rows: list[int]) -> None:
     state.counters["writeback_bypass"] += len(rows)
 
 
-def _take_together(state: State, group: Group, chain: Chain, choice: _Choice) -> bool:
-    """Host pages for all that were chosen. False: nothing was done."""
+def _take_together(state: State, group: Group, chain: Chain, rows: list[int]) -> _Choice | None:
+    """Host pages for those of the spans that are worth them; None, and nothing done, when not all would fit."""
     table = chain.table
-    index = np.asarray(choice.rows, np.int64)
-    lacking = [index[_lack(chain, c, index)] for c in range(table.classes)]
+    index = np.asarray(rows, np.int64)
+    lacks = [_lack(chain, c, index) for c in range(table.classes)]
     idle_rows = bool(((table.pins[index] == 0) & (table.busy[index] == 0)).any())
-    # In flight from here on: none of the takes may evict them.
-    for some in lacking:
-        table.busy[some] += 1
-    reclaimer = state.reclaimers[group.spec.name]
-    had = len(choice.losses) == 0 or reclaimer.still_had(chain, group.pools[choice.pool], choice.losses)
-    if not had or (idle_rows and not promises_hold(group, choice.wants)):
-        for some in lacking:
-            table.busy[some] -= 1
-        return False
+    # In flight from here on: what is chosen must not rely on anything that this keeps in place.
+    for lacking in lacks:
+        table.busy[index[lacking]] += 1
+    choice = _choose(state, group, chain, rows)
+    if choice is None or (idle_rows and not promises_hold(group, choice.wants)):
+        for lacking in lacks:
+            table.busy[index[lacking]] -= 1
+        return None
+    taken = np.isin(index, np.asarray(choice.rows, np.int64))
     if len(choice.losses):
-        reclaimer.lose(chain, group.pools[choice.pool], choice.losses)
-    for c, some in enumerate(lacking):
+        state.reclaimers[group.spec.name].lose(chain, group.pools[choice.pool], choice.losses)
+    for c, lacking in enumerate(lacks):
+        table.busy[index[lacking & ~taken]] -= 1
+        some = index[lacking & taken]
         if len(some):
             pages = chain.pool(c, HOST).take(chain.page_class(c).name, int(chain.widths(some).sum()))
             assert pages is not None
             chain.put_many(c, HOST, some, pages)
-    return True
+    return choice
 
 
 def _take_in_turn(state: State, group: Group, number: int) -> list[int]:
@@ -200,14 +205,10 @@ def _take_in_turn(state: State, group: Group, number: int) -> list[int]:
         first = queue.peek(0, 1)
         row = int(first[0])
         if _want_host_copy(group, chain, first)[0]:
-            choice = _choose(state, group, chain, [row])
-            if choice is not None and choice.declined:
-                _decline(state, group, number, choice.declined)
-            elif _take_host_pages(state, group, chain, row):
-                rows.append(row)
-            else:
+            if not _take_host_pages(state, group, chain, row):
                 group.blocked.add(number)
                 break
+            rows.append(row)
         queue.take(1)
     return rows
 
