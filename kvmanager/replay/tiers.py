@@ -250,7 +250,12 @@ class _Tally:
 
 
 def _counts(engine: TierEngine) -> Counter[str]:
-    return Counter(engine.node.state.counters) + Counter({str(k): v for k, v in engine.moved.items()})
+    """The core's counters, and the bytes of all ranks under names of their own."""
+    return Counter(engine.node.state.counters) + Counter({_bytes(k): v for k, v in engine.moved.items()})
+
+
+def _bytes(purpose: Purpose) -> str:
+    return f"bytes/{purpose}"
 
 
 def replay_tiers(
@@ -306,7 +311,7 @@ def _report(
     rates: Rates,
 ) -> TierReport:
     prompt, found = max(tally.prompt_tokens, 1), tally.device_tokens + tally.host_tokens
-    up, down = happened[str(Purpose.ONBOARD)] // ranks, happened[str(Purpose.OFFLOAD)] // ranks
+    up, down = happened[_bytes(Purpose.ONBOARD)] // ranks, happened[_bytes(Purpose.OFFLOAD)] // ranks
     avoided, reload = found / rates.prefill_tokens_per_s, up / rates.host_to_device_bytes_per_s
     return TierReport(
         policy=policy,

@@ -474,18 +474,6 @@ def test_replay_of_a_file(tmp_path: Path) -> None:
     assert "prefix hit rate" in run(*asked).stdout
 
 
-def test_replay_in_two_tiers(tmp_path: Path) -> None:
-    asked = ("replay", str(recorded(tmp_path)), "--lanes", "2", "--requests", "12", "--pool-tokens", "2048")
-    result = run(*asked, "--host-tokens", "100000", "--json")
-    assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
-    assert report["host_hit_rate"] > 0
-    assert report["onboarded_tokens"] * 54_728 == 8 * report["host_to_device_link_bytes"]
-    shown = run(*asked, "--host-tokens", "100000")
-    assert "seconds saved" in shown.stdout
-    assert run(*asked, "--host-tokens", "100000", "--inclusion", "maybe").exit_code == 1
-
-
 def test_replay_of_what_is_no_recording(tmp_path: Path) -> None:
     path = tmp_path / "other"
     path.write_text("{}\n")
