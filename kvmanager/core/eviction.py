@@ -63,16 +63,23 @@ def return_rate(candidates: Candidates) -> Int64Array:
     return np.lexsort((-candidates.first_token, candidates.last_used, rate, tier, ~candidates.reloadable))
 
 
-def return_cost(candidates: Candidates) -> Int64Array:
-    """As `return_rate`, but sessions are ranked by the seconds that they will lose: returns times what a miss costs.
+DEAD_SHARE = 1 / 30
+"""Of what a session leaves behind when it goes on without it, the share that is asked for again."""
 
-    What can be loaded again costs little, what must be computed again costs much: a copy in another tier makes a span
-    an early victim, but no earlier than what nobody will ask for.
+
+def return_cost(candidates: Candidates) -> Int64Array:
+    """Least seconds lost first: the chance that a span is asked for, times what it costs to have it again.
+
+    The chance is the session's return rate; a dead branch has a small part of it, and what is shared as much as the
+    likeliest session. So a copy that can be loaded again goes before one that must be computed, unless the former is
+    wanted so much more often that loading it would take longer.
     """
     tier, rate = _ranks(candidates)
-    lost = rate * candidates.miss_s
-    shared_last = np.where(tier == 2, ~candidates.reloadable, False)
-    return np.lexsort((-candidates.first_token, candidates.last_used, lost, shared_last, tier))
+    shared = tier == 2
+    chance = np.where(candidates.dead, DEAD_SHARE * candidates.rate, np.where(shared, rate.max(initial=0.0), rate))
+    return np.lexsort(
+        (-candidates.first_token, candidates.last_used, chance * candidates.miss_s, shared & ~candidates.reloadable)
+    )
 
 
 def _ranks(candidates: Candidates) -> tuple[Int64Array, npt.NDArray[np.float64]]:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvmanager.core.events import Close, Closing, Trim
-from kvmanager.core.eviction import Candidates, leaf_first_lru, return_cost, return_rate
+from kvmanager.core.eviction import Candidates, Policy, leaf_first_lru, return_cost, return_rate
 from kvmanager.core.pool import PageState
 from kvmanager.core.spans import DEVICE, HOST, NO_OWNER, CopyState
-from kvmanager.core.spec import Inclusion, Limits
+from kvmanager.core.spec import Inclusion, Limits, MissCosts
 from tests.sim.driver import Client, Driver, sharded_group
 
 SPAN = 512
@@ -126,7 +126,7 @@ def _candidates(*rows: tuple[int, float, bool, bool, float]) -> Candidates:
     )
 
 
-def test_what_can_be_loaded_again_goes_first_but_not_before_what_nobody_wants() -> None:
+def test_what_can_be_loaded_again_goes_first_but_not_before_what_hardly_anybody_wants() -> None:
     likely_clean, dead_dirty, unlikely_dirty, likely_dirty, shared_clean, shared_dirty = range(6)
     told = _candidates(
         (1, 0.5, False, True, 0.01),
@@ -136,23 +136,28 @@ def test_what_can_be_loaded_again_goes_first_but_not_before_what_nobody_wants() 
         (NO_OWNER, 0.0, False, True, 0.01),
         (NO_OWNER, 0.0, False, False, 1.0),
     )
-    expected = [dead_dirty, unlikely_dirty, likely_clean, likely_dirty, shared_clean, shared_dirty]
+    # Seconds lost: 0.001, 0.005, 0.005, 0.5 / 30, 0.5, and what is shared and nowhere else goes last.
+    expected = [unlikely_dirty, likely_clean, shared_clean, dead_dirty, likely_dirty, shared_dirty]
     assert return_cost(told).tolist() == expected
     assert return_rate(told).tolist()[:2] == [likely_clean, shared_clean]
     assert set(leaf_first_lru(told).tolist()[:2]) == {likely_clean, shared_clean}
 
 
-def test_the_extended_index_keeps_a_likely_clean_copy_and_forgets_a_dead_branch() -> None:
-    for policy, kept in ((return_cost, True), (return_rate, False)):
-        driver = Driver([sharded_group(4, 2)], policy=policy)
-        client = Client(driver, "p")
-        client.serve(1, 2 * SPAN, "a")
-        client.open(2, 2 * SPAN, "over")
-        client.commit(2, 2 * SPAN)
-        client.step(closes=(Close(2, Closing.FINISHED, "end_turn", session_ends=True),))
-        client.run()
-        assert not driver.plans, "an ended session is not written"
-        client.open(3, 2 * SPAN, "new")
-        reloads = client.open(4, SPAN + 1, "a").state == "waiting"
-        assert reloads is not kept
-        driver.leave(client)
+@pytest.mark.parametrize(
+    ("policy", "reload_s", "kept"), [(return_cost, 1.0, True), (return_cost, 0.001, False), (return_rate, 1.0, False)]
+)
+def test_a_likely_clean_copy_outlives_a_dead_branch_only_where_loading_is_dear(
+    policy: Policy, reload_s: float, kept: bool
+) -> None:
+    driver = Driver([sharded_group(4, 2)], Limits(miss_costs=MissCosts(reload_s, 1.0)), policy=policy)
+    client = Client(driver, "p")
+    client.serve(1, 2 * SPAN, "a")
+    client.open(2, 2 * SPAN, "over")
+    client.commit(2, 2 * SPAN)
+    client.step(closes=(Close(2, Closing.FINISHED, "end_turn", session_ends=True),))
+    client.run()
+    assert not driver.plans, "an ended session is not written"
+    client.open(3, 2 * SPAN, "new")
+    reloads = client.open(4, SPAN + 1, "a").state == "waiting"
+    assert reloads is not kept
+    driver.leave(client)
