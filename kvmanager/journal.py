@@ -128,20 +128,22 @@ class Journal:
     def append(self, event: Event, now: int, spent_s: float) -> None:
         """One event that the core has applied, which took it `spent_s`. Raises InvariantViolation when it is full."""
         reach("daemon.journal.append")
-        record = self.record(event, now)
-        size = len(record)
-        if self._at + size > self._end:
+        stored = self._codec.event_bytes(event, now)
+        first = self._at + _RECORD.size
+        end = first + len(stored)
+        if end > self._end:
             raise InvariantViolation(f"a half of the journal, {self._half_bytes} bytes, is full")
         reach("daemon.journal.append")
-        self._memory[self._at : self._at + size] = record
-        self._at += size
-        self._log_bytes += size
+        self._memory[first:end] = stored
+        self._memory[self._at : first] = _RECORD.pack(len(stored), zlib.crc32(stored, self._seed))
+        self._log_bytes += end - self._at
+        self._at = end
         self._spent_s += spent_s
 
     def record(self, event: Event, now: int) -> bytes:
         """The bytes that `append` would write."""
         stored = self._codec.event_bytes(event, now)
-        return _RECORD.pack(len(stored), zlib.crc32(stored, self._seed)) + stored
+        return _RECORD.pack(len(stored), zlib.crc32(stored, self._seed)) + bytes(stored)
 
     def due(self, *, idle: bool) -> bool:
         """Whether a snapshot should be made now; `idle`: the core has nothing else to do."""

@@ -209,15 +209,15 @@ class Codec:
     def _reduce_fixed(self, part: object) -> tuple[Any, ...]:
         return _fixed, (self._fixed_names[id(part)],)
 
-    def event_bytes(self, event: Event, now: int) -> bytes:
-        """One event with its time."""
+    def event_bytes(self, event: Event, now: int) -> memoryview:
+        """One event with its time; let go of the view before the next event."""
         buffer = self._buffer
         buffer.seek(0)
         buffer.truncate()
         self._pickler.clear_memo()
         code = _EVENT_CODES[type(event)]
         self._pickler.dump((now, code, *_EVENTS[code].pack(event)))
-        return buffer.getvalue()
+        return buffer.getbuffer()
 
     def state_bytes(self, state: State) -> bytes:
         """A whole state, between two events."""
@@ -227,7 +227,7 @@ class Codec:
         pickler.dump(state)
         return buffer.getvalue()
 
-    def event(self, stored: bytes) -> tuple[int, Event]:
+    def event(self, stored: bytes | memoryview) -> tuple[int, Event]:
         """(now, event). Raises InvariantViolation for bytes that name something else than the core's classes."""
         parts = self._read(stored)
         return parts[0], _EVENTS[parts[1]].unpack(parts[2:])
@@ -239,7 +239,7 @@ class Codec:
             raise InvariantViolation(f"the journal's snapshot holds a {type(state).__name__}")
         return state
 
-    def _read(self, stored: bytes) -> Any:
+    def _read(self, stored: bytes | memoryview) -> Any:
         return _Reader(io.BytesIO(stored), self._fixed_parts).load()
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tests.bench import copy_figures, core_figures, death_figures, request_figures, wire_figures
+from tests.bench import copy_figures, core_figures, death_figures, request_figures, survival_figures, wire_figures
 from tests.bench.figure import Figure
 
 SUITES: dict[str, Callable[[], Iterator[Figure]]] = {
@@ -17,6 +17,7 @@ SUITES: dict[str, Callable[[], Iterator[Figure]]] = {
     "copies": copy_figures.figures,
     "wire": wire_figures.figures,
     "deaths": death_figures.figures,
+    "survival": survival_figures.figures,
 }
 
 
