@@ -24,7 +24,8 @@ def begin_turn(state: State, group: Group, request: Request) -> None:
     """A request of a session was admitted: what it found is its session's, what the session left behind is dead."""
     if not request.session_id:
         return
-    record = group.sessions.opened(session_key(request.namespace, request.session_id), state.now)
+    key = session_key(request.namespace, request.session_id)
+    record = group.sessions.opened(key, request.prompt_tokens, state.now)
     request.owner = record.number
     for number, part in enumerate(request.chains):
         table = part.chain.table
