@@ -9,107 +9,24 @@ in the unit that the rest of the program uses. `kvmanager/demo/data/example.toml
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvmanager.allocators.cuda_driver import device_ordinal
+from kvmanager import configvalues as parse
+from kvmanager.configvalues import Parser
 from kvmanager.core.eviction import POLICIES
-from kvmanager.errors import ConfigError, InvalidArgument
+from kvmanager.errors import ConfigError
 from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
 from kvmanager.layout import FORMATS, KVFormat
-from kvmanager.units import MIB, MILLISECOND_NS, format_bytes, parse_bytes
-
-RUNTIME_DIR_MAX_BYTES: Final = 80
-"""A unix socket's path holds 107 bytes; this leaves room for the longest name below the directory."""
+from kvmanager.units import MIB, MILLISECOND_NS, format_bytes
 
 HOUR_MS: Final = 3_600_000
 
-Parser = Callable[[object], Any]
 T = TypeVar("T")
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{value!r} is not a non-empty string")
-    return value
-
-
-def _count(minimum: int) -> Parser:
-    def parse(value: object) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ValueError(f"{value!r} is not a whole number of at least {minimum}")
-        return value
-
-    return parse
-
-
-def _between(minimum: int, maximum: int) -> Parser:
-    def parse(value: object) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-            raise ValueError(f"{value!r} is not a whole number from {minimum} to {maximum}")
-        return value
-
-    return parse
-
-
-def _size(value: object) -> int:
-    if not isinstance(value, (str, int)):
-        raise ValueError(f"{value!r} is not a size; write for example 64MiB or 15GiB")
-    return parse_bytes(value)
-
-
-def _factor(value: object) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 1:
-        raise ValueError(f"{value!r} is not a number of at least 1.0")
-    return float(value)
-
-
-def _choice(*names: str) -> Parser:
-    def parse(value: object) -> str:
-        if value not in names:
-            raise ValueError(f"{value!r} is not one of {', '.join(names)}{_did_you_mean(value, names)}")
-        return str(value)
-
-    return parse
-
-
-def _device(value: object) -> str:
-    if isinstance(value, str) and value.startswith("cuda:"):
-        try:
-            device_ordinal(value)
-        except InvalidArgument as error:
-            raise ValueError(str(error)) from None
-        return value
-    return str(_choice("cpu", "cuda:0")(value))
-
-
-def _directory(value: object) -> Path:
-    path = Path(_text(value))
-    if not path.is_absolute():
-        raise ValueError(f"{value!r} is not an absolute path")
-    length = len(os.fsencode(path))
-    if length > RUNTIME_DIR_MAX_BYTES:
-        raise ValueError(
-            f"{value!r} has {length} bytes; sockets below it need a path of at most {RUNTIME_DIR_MAX_BYTES}"
-        )
-    return path
-
-
-def _uids(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{value!r} is not a non-empty list of user ids")
-    return tuple(_count(0)(entry) for entry in value)
-
-
-def _did_you_mean(name: object, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +46,12 @@ class LeaseSection:
 
     ticket_ttl_ms: int = 30_000
     grace_ms: int = 5_000
+    session_ttl_ms: int = 600_000
+
+    @property
+    def session_ttl_ns(self) -> int:
+        """How long a registered engine may be silent before its first rank attaches."""
+        return self.session_ttl_ms * MILLISECOND_NS
 
     @property
     def ticket_ttl_ns(self) -> int:
@@ -257,6 +180,17 @@ class GroupSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantSection:
+    """`[[tenant]]`: users that share a cache, and their part of every pool as shares of it."""
+
+    name: str
+    uids: tuple[int, ...]
+    floor: float = 0.0
+    ceiling: float = 1.0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
     """Everything a node reads at its start, checked."""
 
@@ -268,6 +202,7 @@ class NodeConfig:
     eviction: EvictionSection
     offload: OffloadSection
     groups: tuple[GroupSection, ...]
+    tenants: tuple[TenantSection, ...] = ()
 
     @classmethod
     def from_file(cls, path: Path) -> NodeConfig:
@@ -288,14 +223,18 @@ class NodeConfig:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"not valid TOML: {error}") from error
-        known = (*_TABLES, "group")
+        known = (*_TABLES, "group", "tenant")
         for key in table:
             if key not in known:
-                raise ConfigError(f"unknown table or key {key!r} at the top level{_did_you_mean(key, known)}")
+                raise ConfigError(f"unknown table or key {key!r} at the top level{parse.did_you_mean(key, known)}")
         sections = {name: _read(section, _table(table, name), f"[{name}]") for name, section in _TABLES.items()}
-        config = cls(**sections, groups=_groups(table.get("group")))
+        config = cls(**sections, groups=_groups(table.get("group")), tenants=_tenants(table.get("tenant", [])))
         _check_mover(config)
         return config
+
+    def tenant_of(self, uid: int) -> str:
+        """The tenant of a user; one that no [[tenant]] names is a tenant of its own, without limits."""
+        return next((tenant.name for tenant in self.tenants if uid in tenant.uids), f"uid {uid}")
 
     def group(self, name: str) -> GroupSection:
         """The group called `name`. Raises ConfigError naming the groups there are."""
@@ -303,7 +242,7 @@ class NodeConfig:
             if group.name == name:
                 return group
         names = [group.name for group in self.groups]
-        raise ConfigError(f"no group {name!r}; this node has {', '.join(names)}{_did_you_mean(name, names)}")
+        raise ConfigError(f"no group {name!r}; this node has {', '.join(names)}{parse.did_you_mean(name, names)}")
 
     def planned_bytes(self) -> int:
         """Bytes the node would take: all pools of all ranks, and the staging ring."""
@@ -343,36 +282,43 @@ _TABLES: Final[Mapping[str, type[Any]]] = {
 }
 _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
     NodeSection: {
-        "name": _text,
-        "runtime_dir": _directory,
-        "device": _device,
-        "trust_uids": _uids,
-        "drain_ms": _between(0, HOUR_MS),
+        "name": parse.text,
+        "runtime_dir": parse.directory,
+        "device": parse.device,
+        "trust_uids": parse.uids,
+        "drain_ms": parse.between(0, HOUR_MS),
     },
-    LeaseSection: {"ticket_ttl_ms": _count(1), "grace_ms": _count(0)},
+    LeaseSection: {"ticket_ttl_ms": parse.count(1), "grace_ms": parse.count(0), "session_ttl_ms": parse.count(1)},
     FenceSection: {
-        "action": _choice("hold", "kill"),
-        "after_ms": _between(0, HOUR_MS),
-        "ping_ms": _between(100, HOUR_MS),
-        "silence_ms": _between(100, HOUR_MS),
+        "action": parse.choice("hold", "kill"),
+        "after_ms": parse.between(0, HOUR_MS),
+        "ping_ms": parse.between(100, HOUR_MS),
+        "silence_ms": parse.between(100, HOUR_MS),
     },
-    MoverSection: {"staging_bytes": _size, "chunk_bytes": _size, "pull_deadline_ms": _count(1)},
-    AdmissionSection: {"overcommit": _factor, "growth_cap_tokens": _count(1)},
-    EvictionSection: {"policy": _choice(*POLICIES)},
-    OffloadSection: {"max_plans_in_flight": _count(1), "batch_spans": _count(1)},
+    MoverSection: {"staging_bytes": parse.size, "chunk_bytes": parse.size, "pull_deadline_ms": parse.count(1)},
+    AdmissionSection: {"overcommit": parse.factor, "growth_cap_tokens": parse.count(1)},
+    EvictionSection: {"policy": parse.choice(*POLICIES)},
+    OffloadSection: {"max_plans_in_flight": parse.count(1), "batch_spans": parse.count(1)},
+    TenantSection: {
+        "name": parse.text,
+        "uids": parse.uids,
+        "floor": parse.share,
+        "ceiling": parse.share,
+        "priority": parse.count(0),
+    },
     GroupSection: {
-        "name": _text,
-        "kind": _choice("sharded", "replicated", "hisparse"),
-        "format": _choice(*FORMATS),
-        "ranks": _count(1),
-        "page_rows": _count(1),
-        "interleave": _count(1),
-        "hbm_bytes_per_rank": _size,
-        "host_bytes_per_rank": _size,
-        "token_order": _choice("keep", "sequential"),
-        "source_ranks": _count(1),
-        "source_interleave": _count(1),
-        "hot_rows": _count(1),
+        "name": parse.text,
+        "kind": parse.choice("sharded", "replicated", "hisparse"),
+        "format": parse.choice(*FORMATS),
+        "ranks": parse.count(1),
+        "page_rows": parse.count(1),
+        "interleave": parse.count(1),
+        "hbm_bytes_per_rank": parse.size,
+        "host_bytes_per_rank": parse.size,
+        "token_order": parse.choice("keep", "sequential"),
+        "source_ranks": parse.count(1),
+        "source_interleave": parse.count(1),
+        "hot_rows": parse.count(1),
     },
 }
 _HISPARSE_KEYS: Final = ("token_order", "source_ranks", "source_interleave", "hot_rows")
@@ -391,7 +337,7 @@ def _read(section: type[T], table: Mapping[str, object], where: str) -> T:
     values = {}
     for key, value in table.items():
         if key not in parsers:
-            raise ConfigError(f"unknown key {key!r} in {where}{_did_you_mean(key, tuple(parsers))}")
+            raise ConfigError(f"unknown key {key!r} in {where}{parse.did_you_mean(key, tuple(parsers))}")
         try:
             values[key] = parsers[key](value)
         except ValueError as error:
@@ -401,6 +347,23 @@ def _read(section: type[T], table: Mapping[str, object], where: str) -> T:
         if field.name not in values and not has_default:
             raise ConfigError(f"missing key {field.name!r} in {where}")
     return section(**values)
+
+
+def _tenants(tables: object) -> tuple[TenantSection, ...]:
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError("tenants are tables: write [[tenant]]")
+    tenants = tuple(_read(TenantSection, table, f"[[tenant]] {table.get('name')!r}") for table in tables)
+    for place, tenant in enumerate(tenants):
+        where = f"[[tenant]] {tenant.name!r}"
+        if tenant.floor > tenant.ceiling:
+            raise ConfigError(f"{where} floor: {tenant.floor} is above its ceiling {tenant.ceiling}")
+        for other in tenants[:place]:
+            if tenant.name == other.name or set(tenant.uids) & set(other.uids):
+                raise ConfigError(f"{where}: its name or one of its uids is taken by [[tenant]] {other.name!r}")
+    together = sum(tenant.floor for tenant in tenants)
+    if together > 1.0:
+        raise ConfigError(f"[[tenant]] floor: {together} of every pool in all; at most 1.0 can be kept")
+    return tenants
 
 
 def _groups(tables: object) -> tuple[GroupSection, ...]:

@@ -175,7 +175,14 @@ class Daemon:
             self._boot_id, self._loop, self._groups, callers, self._membership, self._regions
         )
         engines = EngineService(
-            self._boot_id, self._loop, self._node, callers, self._membership, self._hub, self._gate
+            self._boot_id,
+            self._loop,
+            self._node,
+            callers,
+            self._membership,
+            self._hub,
+            self._gate,
+            self._config.tenant_of,
         )
         peers = PeerService(
             self._boot_id, str(runtime_dir), self._loop, self._groups, callers, self._membership, self._mover

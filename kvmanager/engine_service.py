@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import grpc
@@ -62,7 +62,10 @@ class EngineService(pb_grpc.EngineServicer):
         membership: Membership,
         hub: SessionHub,
         gate: Gate,
+        tenant_of: Callable[[int], str],
     ) -> None:
+        """`tenant_of(uid)`: the tenant that a user's engines belong to."""
+        self._tenant_of = tenant_of
         self._boot_id = boot_id
         self._loop = loop
         self._node = node
@@ -83,7 +86,8 @@ class EngineService(pb_grpc.EngineServicer):
                 f"{group.spec.kv_format.name!r}; register for a group of your format, or change the node's"
             )
         note = EngineNote(ClientNote.of(identity), request.namespace).stored()
-        answer: Registered = self._loop.call(replace(register_event(request, tenant=str(identity.uid)), note=note))
+        event = replace(register_event(request, tenant=self._tenant_of(identity.uid)), note=note)
+        answer: Registered = self._loop.call(event)
         registration = Registration(identity.token, request.group, request.namespace)
         self._membership.registered(request.engine, answer.epoch, registration)
         self._callers.confirm(identity.token, self._membership.disconnected, self._membership.exited)

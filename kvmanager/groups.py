@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvmanager.config import GroupSection, NodeConfig
-from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec, SparseSpec
+from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec, SparseSpec, TenantSpec
 from kvmanager.geometry import SEQUENTIAL
 from kvmanager.layout import indexer_layout, latent_layout, native_layout
 from kvmanager.transport.pinned import chunk_bounds
@@ -124,6 +124,8 @@ def core_limits(config: NodeConfig) -> Limits:
         overcommit=config.admission.overcommit,
         ticket_ttl_ns=config.lease.ticket_ttl_ns,
         ticket_grace_ns=config.lease.grace_ns,
+        session_ttl_ns=config.lease.session_ttl_ns,
+        tenants=tuple(TenantSpec(t.name, t.floor, t.ceiling, t.priority) for t in config.tenants),
         fence_after_ns=config.fence.after_ns,
         pull_deadline_ns=config.mover.pull_deadline_ns,
     )

@@ -77,6 +77,7 @@ def register_event(request: pb.RegisterRequest, tenant: str) -> RegisterEngine:
         request.namespace.key_tokens,
         tuple(request.layout_fingerprints),
         request.ranks,
+        tenant=tenant,
     )
 
 

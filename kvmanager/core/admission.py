@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.core.group import Group
+from kvmanager.core.group import Claim, Group
 from kvmanager.core.pool import Pool
-from kvmanager.core.reclaim import clean, idle, reclaimable_slabs
+from kvmanager.core.reclaim import clean, evictable, idle, reclaimable_slabs
 from kvmanager.core.refusal import exhausted
 from kvmanager.core.request import Request
 from kvmanager.core.spans import DEVICE, HOST
 from kvmanager.core.spec import ChainSpec
 from kvmanager.core.state import State
-from kvmanager.errors import PoolExhausted
+from kvmanager.core.tenants import span_units, used_units
+from kvmanager.errors import PoolExhausted, QuotaExceeded
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 
 
@@ -131,29 +132,129 @@ def update_promises(state: State, group: Group) -> None:
             update_promise(state, request)
 
 
-def check(state: State, group: Group, demands: Demands, own: Mapping[str, int] | None = None) -> None:
+def check(
+    state: State,
+    group: Group,
+    demands: Demands,
+    request: Request,
+    own: Mapping[str, int] | None = None,
+    claim: Demands | None = None,
+) -> None:
     """Raises PoolExhausted for the first pool that can't give what is asked now and promised later.
 
-    `own`: pool -> slabs promised to the one who asks, which are not in its way.
+    `own`: pool -> slabs promised to the one who asks (a running request), which are not in its way; None: it asks to
+    be admitted. Who was refused before and ranks higher goes first, for `claim_hold_ns`: a running request before
+    one that asks to be admitted, then by the tenants' priorities. `claim`: what is held back for it, if that is less
+    than all it asks for (a running request needs one more page to go on). The claim of one that never fits ends with
+    that time, so a smaller one behind it waits no longer.
+
+    While pages that fit some waiting request are free or reclaimable, one gets on: at the latest when every
+    waiting request has asked once more after `claim_hold_ns`, since then no claim holds anything back and nothing
+    but promises and limits is asked about. Tested by `tests.sim.standstill`.
     """
+    who = (request.engine, request.epoch, request.request_id)
+    tenant = state.tenants.of_namespace[request.namespace]
+    rank = (1, -state.tenants.specs[tenant].priority) if own is None else (0, 0)
+    try:
+        for name, demand in demands.by_pool.items():
+            pool = group.pools[name]
+            needed = pool.slabs_needed(demand.now) + demand.later_slabs
+            owed = pool.owed_slabs - (own or {}).get(name, 0)
+            first = _claimed(state, group, name, rank, who)
+            _check_pool(state, group, pool, (needed, demand.later_slabs), owed, first)
+        if state.tenants.limited:
+            _check_tenant(state, group, tenant, demands, own or {})
+    except PoolExhausted as error:
+        if error.retry_after_ns:
+            _claim(state, group, who, rank, claim or demands)
+        raise
+    group.claims.pop(who, None)
+
+
+def _claim(state: State, group: Group, who: tuple[str, int, int], rank: tuple[int, int], demands: Demands) -> None:
+    """Notes that somebody waits; since when is the time of the first refusal."""
+    since = group.claims[who].since if who in group.claims else state.now
+    slabs = {name: group.pools[name].slabs_needed(d.now) + d.later_slabs for name, d in demands.by_pool.items()}
+    group.claims[who] = Claim(slabs, rank, since)
+
+
+def _claimed(state: State, group: Group, pool: str, rank: tuple[int, int], who: tuple[str, int, int]) -> int:
+    """Slabs held back for those that were refused and rank higher; claims that are over are forgotten."""
+    for old in [key for key, claim in group.claims.items() if state.now - claim.since > 2 * state.limits.claim_hold_ns]:
+        del group.claims[old]
+    return sum(
+        claim.slabs.get(pool, 0)
+        for key, claim in group.claims.items()
+        if claim.rank < rank and key != who and state.now - claim.since <= state.limits.claim_hold_ns
+    )
+
+
+def _check_tenant(state: State, group: Group, tenant: int, demands: Demands, own: Mapping[str, int]) -> None:
+    """Raises QuotaExceeded where a tenant would pass its ceiling or eat into others' floors; else makes it fit."""
+    over: list[tuple[Pool, int]] = []
     for name, demand in demands.by_pool.items():
         pool = group.pools[name]
-        needed = pool.slabs_needed(demand.now) + demand.later_slabs
-        _check_pool(state, group, pool, needed, demand.later_slabs, pool.owed_slabs - (own or {}).get(name, 0))
+        unit = pool.units_per_slab
+        needed = (pool.slabs_needed(demand.now) + demand.later_slabs - own.get(name, 0)) * unit
+        used = used_units(group, pool, tenant)
+        promised = sum(
+            request.promised.get(name, 0)
+            for request in state.holders(group.spec.name)
+            if state.tenants.of_namespace[request.namespace] == tenant
+        )
+        held = used - _idle_units(group, pool, tenant) + promised * unit
+        most = state.tenants.request_units(tenant, pool)
+        if held + needed > most:
+            name_ = state.tenants.specs[tenant].name
+            raise QuotaExceeded(
+                f"tenant {name_!r} may hold {most // unit} pages of pool {name} with its requests, it holds "
+                f"{-(-held // unit)} and asks for {-(-needed // unit)}",
+                pool=name,
+                needed=-(-needed // unit),
+                free=max(most - held, 0) // unit,
+                holder=f"tenant {name_}",
+                retry_after_ns=max(state.pace.request_ns, state.limits.retry_after_ns),
+            )
+        over.append((pool, used + promised * unit + needed - state.tenants.ceiling_units(tenant, pool)))
+    for pool, units in over:
+        if units > 0:
+            state.reclaimers[group.spec.name].give_back(pool, tenant, units)
 
 
-def check_now(state: State, group: Group, demands: Demands) -> None:
+def _idle_units(group: Group, pool: Pool, tenant: int) -> int:
+    """Units of the pool in cached spans of a tenant that can all be forgotten now."""
+    total = 0
+    for chain in group.chains:
+        rows = np.flatnonzero(evictable(chain))
+        rows = rows[group.tenants.of(chain.table.namespace[rows]) == tenant]
+        total += int(span_units(chain, pool, rows).sum())
+    return total
+
+
+def check_now(state: State, group: Group, demands: Demands, request: Request, claim: Demands) -> None:
     """Raises PoolExhausted for the first pool that can't give what is promised already and asked now.
 
     It happens only where more is promised than there is (overcommit above 1.0).
     """
-    for name, demand in demands.by_pool.items():
-        pool = group.pools[name]
-        _check_pool(state, group, pool, pool.slabs_needed(demand.now), 0, 0)
+    who = (request.engine, request.epoch, request.request_id)
+    try:
+        for name, demand in demands.by_pool.items():
+            pool = group.pools[name]
+            _check_pool(state, group, pool, (pool.slabs_needed(demand.now), 0), 0, 0)
+    except PoolExhausted:
+        _claim(state, group, who, (0, 0), claim)
+        raise
+    group.claims.pop(who, None)
 
 
-def _check_pool(state: State, group: Group, pool: Pool, needed: int, later: int, owed: int) -> None:
-    """`owed`: slabs that must stay for others; below zero where less is promised than may be."""
+def _check_pool(
+    state: State, group: Group, pool: Pool, demand: tuple[int, int], owed: int, first: int
+) -> None:
+    """`demand`: slabs needed in all, and those of them that are needed later.
+
+    owed: slabs promised to others; below zero where less is promised than may be. first: those who go first wait for.
+    """
+    needed, later = demand
     if needed > pool.slabs:
         raise PoolExhausted(
             f"pool {pool.name} of {group.spec.name} has {pool.slabs} pages in all, the request needs {needed}: "
@@ -164,14 +265,14 @@ def _check_pool(state: State, group: Group, pool: Pool, needed: int, later: int,
         )
 
     def enough(reachable: int) -> bool:
-        return needed - later <= reachable and needed <= reachable - owed
+        return needed - later <= reachable - first and needed <= reachable - first - owed
 
     if enough(pool.free_slabs):
         return  # what could be reclaimed is counted over all spans, so only when it matters
     reachable = pool.free_slabs + reclaimable_slabs(group, pool)
     if enough(reachable):
         return
-    raise exhausted(state, group, pool, needed, max(min(reachable, reachable - owed), 0))
+    raise exhausted(state, group, pool, needed, max(min(reachable, reachable - owed) - first, 0))
 
 
 def promises_hold(group: Group, wants: Mapping[str, Mapping[str, int]] | None = None) -> bool:

@@ -25,8 +25,10 @@ def register(state: State, event: RegisterEngine) -> Engine:
     old = state.engines.pop(event.engine, None)
     if old is not None:
         _retire(state, old)
-    namespace = state.namespace_id(event.namespace)
-    engine = Engine(event.engine, state.next_epoch, event.group, namespace, event.ranks, note=event.note)
+    namespace = state.namespace_id(event.namespace, event.tenant)
+    engine = Engine(
+        event.engine, state.next_epoch, event.group, namespace, event.ranks, heard_ns=state.now, note=event.note
+    )
     state.next_epoch += 1
     state.engines[event.engine] = engine
     return engine
@@ -57,8 +59,12 @@ def _check_layouts(event: RegisterEngine, spec: GroupSpec) -> None:
 
 def _one_engine_a_group(state: State, event: RegisterEngine) -> None:
     for other in state.engines.values():
-        if other.group == event.group and other.name != event.engine:
-            raise InvalidArgument(f"group {event.group!r} is used by engine {other.name!r}; one engine a group")
+        tenants = state.tenants
+        same = tenants.of_namespace[other.namespace] == tenants.numbers.get(event.tenant, -1)
+        if other.group == event.group and other.name != event.engine and same:
+            raise InvalidArgument(
+                f"group {event.group!r} is used by engine {other.name!r}; one engine a group and tenant"
+            )
 
 
 def _retire(state: State, engine: Engine) -> None:
@@ -78,6 +84,7 @@ def attach(state: State, event: AttachRank) -> int:
     attach_id = state.next_attach
     state.next_attach += 1
     engine.attaches[attach_id] = event.rank
+    engine.attached = True
     engine.attach_notes[attach_id] = event.note
     state.words_used = max(state.words_used, event.word + 1)
     state.timelines[attach_id] = 0
@@ -124,8 +131,25 @@ def resume(state: State, name: str, epoch: int) -> Engine:
     engine = state.engines.get(name)
     if engine is None or engine.epoch != epoch:
         raise StaleEpoch(f"engine {name!r} epoch {epoch} is gone or replaced; register again")
-    engine.suspect = False
+    engine.suspect, engine.heard_ns = False, state.now
     return engine
+
+
+def expire_sessions(state: State) -> None:
+    """Ends epochs of which no rank ever attached and nothing was heard for a lease and grace: they hold no memory."""
+    for engine in state.all_engines():
+        if _lapsed(state, engine, state.now):
+            engine_gone(state, EngineGone(engine.name, engine.epoch))
+
+
+def lapsed(state: State, now: int) -> bool:
+    """Whether `expire_sessions` would end something at `now`."""
+    return any(_lapsed(state, engine, now) for engine in state.all_engines())
+
+
+def _lapsed(state: State, engine: Engine, now: int) -> bool:
+    limits = state.limits
+    return not engine.attached and now > engine.heard_ns + limits.session_ttl_ns + limits.ticket_grace_ns
 
 
 def engine_gone(state: State, event: EngineGone) -> None:
@@ -144,6 +168,9 @@ def engine_gone(state: State, event: EngineGone) -> None:
         settle_tail(state, request)
         drop_request(state, request)
     state.forget_attaches(engine)
+    claims = state.groups[engine.group].claims
+    for who in [who for who in claims if who[:2] == (engine.name, engine.epoch)]:
+        del claims[who]
     if state.engines.get(event.engine) is engine:
         del state.engines[event.engine]
     state.retired.pop((event.engine, event.epoch), None)

@@ -44,6 +44,7 @@ class RegisterEngine:
     layout_fingerprints: tuple[str, ...]
     ranks: int
     note: bytes = b""  # kept for the shell as long as the epoch
+    tenant: str = ""
 
 
 @dataclass(frozen=True)

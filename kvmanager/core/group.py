@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from kvmanager.core.return_rate import SessionBook
 from kvmanager.core.rows import RowArray, RowQueue, as_range
 from kvmanager.core.spans import DEVICE, HOST, CopyState, SpanTable
 from kvmanager.core.spec import ChainSpec, GroupSpec, PageClass, Placement
+from kvmanager.core.tenants import NOBODY, Tenants
 
 
 class Chain:
@@ -138,8 +140,23 @@ class Chain:
         return bool((self.table.copies[:, DEVICE, row] == CopyState.READY).all())
 
 
+@dataclass(frozen=True)
+class Claim:
+    """Who was refused and goes first: `slabs` by pool, held back from those of a larger `rank` since `since` (ns).
+
+    rank: 0 for a running request that must grow, else 1 and the negated priority of a request that asks to be admitted.
+    """
+
+    slabs: dict[str, int]
+    rank: tuple[int, int]
+    since: int
+
+
 class Group:
     """The memory of one engine's ranks.
+
+    tenants: whose namespaces are whose. asker: the tenant that the event being handled serves, NOBODY between.
+    hot_slabs: slabs in hot buffers by tenant. claims: by (engine, epoch, request id).
 
     `writeback`: by chain, spans whose host copy is wanted, oldest first; entries may be out of date.
     `declined`: by chain, spans that ranked below all that the host holds; they are looked at again as time passes.
@@ -163,6 +180,10 @@ class Group:
         self.unwritten: list[list[int]] = []
         self.blocked: set[int] = set()
         self.deficit_slabs = 0
+        self.tenants = Tenants(())
+        self.asker = NOBODY
+        self.hot_slabs: dict[int, int] = {}
+        self.claims: dict[tuple[str, int, int], Claim] = {}
         self.sessions = SessionBook()
         self.set_key_bytes(16)
 

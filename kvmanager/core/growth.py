@@ -14,7 +14,7 @@ from kvmanager.core.pool import PageState
 from kvmanager.core.request import Request, RequestChain
 from kvmanager.core.spans import DEVICE, CopyState
 from kvmanager.core.state import Engine, FenceEntry, State
-from kvmanager.errors import KVError, PoolExhausted
+from kvmanager.errors import CapacityError, KVError
 
 
 def resize(
@@ -31,7 +31,7 @@ def resize(
         firsts = [len(part.rows) for part in request.chains]
         try:
             _grow(state, engine, entry, request, capacity)
-        except PoolExhausted as error:
+        except CapacityError as error:
             return kept, firsts, error
     request.capacity_tokens = capacity
     return kept, firsts, None
@@ -95,11 +95,11 @@ def _grow(state: State, engine: Engine, entry: FenceEntry, request: Request, cap
     covered = _covered_until(group, request, capacity)
     if covered > min(part.end_token for part in request.chains):
         demands = _demands(group, request, covered)
-        check_now(state, group, demands)
+        check_now(state, group, demands, request, _next(group, request))
         _add(state, group, request, covered)
         update_promise(state, request)
     if any(part.end_token < capacity for part in request.chains):
-        check(state, group, _demands(group, request, capacity), own=request.promised)
+        check(state, group, _demands(group, request, capacity), request, request.promised, _next(group, request))
         _add(state, group, request, capacity)
 
 
@@ -112,6 +112,11 @@ def _demands(group: Group, request: Request, capacity: int) -> Demands:
         for page_class in part.chain.spec.classes:
             demands.add_now(page_class.device_pool, page_class.name, spans * part.chain.spec.span_pages(order))
     return demands
+
+
+def _next(group: Group, request: Request) -> Demands:
+    """What the request needs to go on at all: a span more where it ends now."""
+    return _demands(group, request, min(part.end_token for part in request.chains) + 1)
 
 
 def _covered(group: Group, request: Request, capacity: int) -> bool:

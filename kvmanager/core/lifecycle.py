@@ -49,8 +49,11 @@ def drop_request(state: State, request: Request) -> None:
         assert group.spec.sparse is not None
         device_pool = group.chains[0].pool(0, DEVICE)
         device_pool.give(group.spec.sparse.hot_class, request.hot)
+        group.hot_slabs[state.tenants.of_namespace[request.namespace]] -= len(request.hot)
         request.hot = np.empty(0, np.int64)
     del state.engine_of(request).requests[request.request_id]
+    if request.phase is Phase.CLOSING:
+        group.claims.pop((request.engine, request.epoch, request.request_id), None)
     for part in request.chains:
         held = np.concatenate((part.rows.array, part.anchors.array)) if len(part.anchors) else part.rows[:]
         part.chain.index.touch(held, state.now)

@@ -43,6 +43,9 @@ from kvmanager.core.steps import step
 from kvmanager.core.writeback import pump_writeback, reconsider
 from kvmanager.errors import KVError
 
+_LATE = (engines.overdue, engines.lapsed, tickets.overdue, overdue)
+"""Whether time alone has made something due."""
+
 
 class Node:
     """The state machine of one daemon. Single-threaded, deterministic: same events, same effects.
@@ -77,7 +80,7 @@ class Node:
                 return all(value <= state.timelines.get(attach, value) for attach, value in event.values.items())
             case Tick():
                 waiting = any(group.blocked or any(group.declined) for group in state.groups.values())
-                late = engines.overdue(state, now) or tickets.overdue(state, now) or overdue(state, now)
+                late = any(is_late(state, now) for is_late in _LATE)
                 return not (waiting or late)
         return False
 
@@ -176,6 +179,7 @@ class Node:
         tickets.expire(self.state)
         sweep(self.state)
         engines.fence_suspects(self.state)
+        engines.expire_sessions(self.state)
         for group in self.state.groups.values():
             group.unblock()
             reconsider(self.state, group)

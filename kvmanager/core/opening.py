@@ -87,7 +87,7 @@ def _try(
 ) -> tuple[Request, list[_Shape]]:
     request = _register(state, engine, group, event, shapes)
     try:
-        check(state, group, _demands(group, request, shapes))
+        check(state, group, _demands(group, request, shapes), request)
         _take_pages(state, group, request, shapes)
     except CapacityError:
         drop_request(state, request)

@@ -15,6 +15,7 @@ from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import Pool, Want
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
 from kvmanager.core.spec import MissCosts
+from kvmanager.core.tenants import goes_last, kept, span_units
 
 BoolArray = npt.NDArray[np.bool_]
 RowArray = npt.NDArray[np.int64]
@@ -91,10 +92,13 @@ def reclaimable_slabs(group: Group, pool: Pool) -> int:
     for chain in group.chains:
         table = chain.table
         may_go = evictable(chain)
+        keeps = kept(group, chain, group.asker, idle(chain))
         for page_class, tier in _in_pool(chain, pool):
             name = chain.spec.classes[page_class].name
             rows = may_go & (table.copies[page_class, tier] == CopyState.READY)
             rows |= droppable(chain, page_class, tier)
+            if keeps is not None:
+                rows &= ~keeps
             pages = table.pages[page_class, tier, rows].ravel()
             found = np.bincount(pages[pages != NO_PAGE] // pool.per_slab(name), minlength=pool.slabs)
             counts[name] = counts.get(name, 0) + found
@@ -243,7 +247,9 @@ class Reclaimer:
                 return had.first(enough), True
         return had, False
 
-    def _ordered(self, chain: Chain, rows: BoolArray, stays: BoolArray, reloadable: BoolArray) -> RowArray:
+    def _ordered(
+        self, chain: Chain, rows: BoolArray, stays: BoolArray, reloadable: BoolArray, pool: Pool | None = None
+    ) -> RowArray:
         """The rows as the policy ranks them, first victim first; int64. All arguments are bool, over all spans.
 
         A span that `stays` in the other tier need not wait for those below it.
@@ -265,6 +271,9 @@ class Reclaimer:
         parent = np.where(stays[table.parent], NO_SPAN, table.parent)
         order = children_first(self._group.policy(candidates), index, parent)
         ranked: RowArray = index[order]
+        if pool is not None and self._group.tenants.limited:
+            # Trees of two tenants share no span, so that children stay before their parents.
+            ranked = ranked[np.argsort(goes_last(self._group, pool, table.namespace[ranked]), kind="stable")]
         return ranked
 
     def _losses(self, chain: Chain, pool: Pool, newcomers: RowArray = NO_LOSSES.rows) -> Losses:
@@ -277,11 +286,14 @@ class Reclaimer:
         stays = np.zeros(len(chain.table.live), bool)
         for page_class, tier in pairs:
             stays |= droppable(chain, page_class, tier)
+        keeps = kept(self._group, chain, self._group.asker, idle(chain))
+        if keeps is not None:
+            stays &= ~keeps
         rows = stays | self._reachable(chain, pool)
         rows[newcomers] = True
         on_device = any(tier == DEVICE for _, tier in pairs)
         # What only the device holds besides will need its host copy again: it is no cheaper to lose than the last one.
-        ordered = self._ordered(chain, rows, stays, stays if on_device else np.zeros(len(stays), bool))
+        ordered = self._ordered(chain, rows, stays, stays if on_device else np.zeros(len(stays), bool), pool)
         if not on_device:
             first = chain.table.redundant[ordered] & stays[ordered]
             ordered = np.concatenate((ordered[first][::-1], ordered[~first]))
@@ -291,8 +303,43 @@ class Reclaimer:
         """All that could be forgotten for pages of the pool, in order."""
         rows = self._reachable(chain, pool)
         none = np.zeros(len(rows), bool)
-        ordered = self._ordered(chain, rows, none, none)
+        ordered = self._ordered(chain, rows, none, none, pool)
         return Losses(ordered, none[ordered])
+
+    def give_back(self, pool: Pool, tenant: int, units: int) -> None:
+        """A tenant's own cached spans go, in the policy's order, until it holds so many units of the pool less.
+
+        Where the other tier has them, too, only these copies go.
+        """
+        for chain in self._group.chains:
+            own = evictable(chain)
+            own &= self._group.tenants.of(chain.table.namespace) == tenant
+            for page_class, tier in _in_pool(chain, pool):
+                spare = own & droppable(chain, page_class, tier)
+                units = self._give_copies(chain, pool, page_class, tier, spare, units)
+            none = np.zeros(len(own), bool)
+            ordered = self._ordered(chain, own, none, none)
+            given = span_units(chain, pool, ordered)
+            # A parent without pages here may have to stay; children go with those that stand before one that has some.
+            enough = int(np.searchsorted(np.cumsum(given), units)) + 1 if units > 0 else 0
+            self.evict(chain, ordered[:enough])
+            units -= int(given[:enough].sum())
+
+    def _give_copies(
+        self, chain: Chain, pool: Pool, page_class: int, tier: int, rows: BoolArray, units: int
+    ) -> int:
+        """Frees copies of spans that the other tier has, until it is enough; returns the units still to be given."""
+        if units <= 0 or not rows.any():
+            return units
+        none = np.zeros(len(rows), bool)
+        ordered = self._ordered(chain, rows, rows, none)
+        each = pool.spaces[chain.spec.classes[page_class].name].units
+        given = np.cumsum(chain.widths(ordered) * each)
+        enough = int(np.searchsorted(given, units)) + 1
+        gone = ordered[:enough]
+        chain.free_copies(page_class, tier, gone)
+        self._counters["reclaim" if tier == DEVICE else "host_reclaim"] += len(gone)
+        return units - int(given[len(gone) - 1])
 
     def coldest(self, chain: Chain, rows: RowArray, count: int) -> RowArray:
         """Those of the spans, all on the device alone, that the policy names first."""
@@ -356,6 +403,9 @@ class Reclaimer:
             held |= table.copies[page_class, tier] == CopyState.READY
         # A leaf without pages here may stand before a parent that has some.
         rows = evictable(chain)
+        keeps = kept(self._group, chain, self._group.asker, idle(chain))
+        if keeps is not None:
+            rows &= ~keeps
         return self._leads_to(chain, rows & held, rows)
 
     def _leads_to(self, chain: Chain, wanted: BoolArray, rows: BoolArray) -> BoolArray:

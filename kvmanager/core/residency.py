@@ -51,6 +51,8 @@ def take_hot(state: State, group: Group, request: Request) -> None:
         )
     pool.settle(sparse.hot_class, pages, PageState.FILLING)
     request.hot = pages
+    tenant = state.tenants.of_namespace[request.namespace]
+    group.hot_slabs[tenant] = group.hot_slabs.get(tenant, 0) + len(pages)
 
 
 def release_under_pressure(state: State, engine: Engine, group: Group) -> list[HotGrant]:

@@ -140,6 +140,19 @@ class MissCosts:
 
 
 @dataclass(frozen=True)
+class TenantSpec:
+    """A tenant's part of every pool, as shares of its capacity (0 to 1); see `core.tenants`.
+
+    priority: a higher one is served first where both wait, and gives up its cached pages later.
+    """
+
+    name: str
+    floor: float = 0.0
+    ceiling: float = 1.0
+    priority: int = 0
+
+
+@dataclass(frozen=True)
 class Limits:
     """Every limit of the core; the wire states them in RegisterReply.
 
@@ -167,3 +180,6 @@ class Limits:
     pull_deadline_ns: int = 20_000_000_000
     retry_after_ns: int = 20_000_000
     fence_after_ns: int = 30_000_000_000
+    session_ttl_ns: int = 600_000_000_000
+    claim_hold_ns: int = 100_000_000
+    tenants: tuple[TenantSpec, ...] = ()

@@ -23,6 +23,7 @@ from kvmanager.core.pool import PageState
 from kvmanager.core.reclaim import Reclaimer
 from kvmanager.core.request import Request
 from kvmanager.core.spec import Limits
+from kvmanager.core.tenants import Tenants
 from kvmanager.errors import StaleEpoch, Suspect, UnknownRequest
 from kvmanager.geometry import Int64Array
 
@@ -65,6 +66,7 @@ class Engine:
     left so far; what a request opened before that is no longer believed to have been written everywhere.
     ended: attach ids that left and that a fence may still name. fence_values: attach id -> highest value a message
     named. suspect_ns: since when it is suspect. fenced: that was told once.
+    attached: some rank attached once. heard_ns: when it was last heard of.
     note, attach_notes: what the shell wants to know again after a restart.
     """
 
@@ -87,6 +89,8 @@ class Engine:
     last_notice: int = 0
     fences: deque[FenceEntry] = field(default_factory=deque)
     covered: FenceEntry = field(default_factory=lambda: FenceEntry({}))
+    attached: bool = False
+    heard_ns: int = 0
     note: bytes = b""
     attach_notes: dict[int, bytes] = field(default_factory=dict)
 
@@ -168,6 +172,9 @@ class State:
             for pool in group.pools.values():
                 pool.overbooked_slabs = int((limits.overcommit - 1.0) * pool.slabs)
         self.pace = Pace()
+        self.tenants = Tenants(limits.tenants)
+        for group in groups:
+            group.tenants = self.tenants
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.reclaimers = self._reclaimers()
         self.engines: dict[str, Engine] = {}
@@ -261,9 +268,11 @@ class State:
             engine.distrust(self.now)
         self.effects.append(Notified(engine.name, engine.epoch, notice))
 
-    def namespace_id(self, digest: bytes) -> int:
-        """A small number for a namespace, the same for the same digest as long as the daemon lives."""
-        return self.namespaces.setdefault(digest, len(self.namespaces))
+    def namespace_id(self, digest: bytes, tenant: str) -> int:
+        """A small number for a tenant's namespace, the same for the same digest as long as the daemon lives."""
+        number = self.namespaces.setdefault(digest, len(self.namespaces))
+        self.tenants.name_namespace(number, tenant)
+        return number
 
     def new_plan_id(self) -> int:
         """A plan id, unique in this boot."""

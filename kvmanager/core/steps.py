@@ -25,6 +25,7 @@ from kvmanager.core.request import Phase, Request
 from kvmanager.core.residency import release_under_pressure, residency_rows
 from kvmanager.core.sessions import end_turn
 from kvmanager.core.state import Engine, FenceEntry, State
+from kvmanager.core.tenants import NOBODY
 from kvmanager.errors import InvalidArgument, KVError, LimitExceeded
 
 
@@ -41,7 +42,11 @@ def step(state: State, event: Step) -> StepDone:
     _check_fence(engine, event)
     while engine.notices and engine.notices[0].sequence <= event.notices_seen:
         engine.notices.popleft()
+    engine.heard_ns = state.now
+    group = state.groups[engine.group]
+    group.asker = state.tenants.of_namespace[engine.namespace]
     reply = _apply(state, engine, event)
+    group.asker = NOBODY
     engine.last_number = event.number
     engine.replies[event.number] = reply
     while len(engine.replies) > state.limits.stored_replies:

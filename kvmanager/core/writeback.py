@@ -16,6 +16,7 @@ from kvmanager.core.reclaim import NO_LOSSES, BoolArray, Losses, droppable
 from kvmanager.core.rows import RowArray, RowQueue
 from kvmanager.core.spans import DEVICE, HOST, CopyState
 from kvmanager.core.state import CopyJob, State
+from kvmanager.core.tenants import NOBODY, used_units
 
 
 def pump_writeback(state: State, group: Group) -> None:
@@ -28,6 +29,7 @@ def pump_writeback(state: State, group: Group) -> None:
         most = _most_in_flight(state, group)
         while queue and number not in group.blocked and _in_flight(state, group, number) < most:
             rows = _next_batch(state, group, number)
+            group.asker = NOBODY
             if rows:
                 _submit(state, group, number, rows)
                 update_promises(state, group)
@@ -87,14 +89,22 @@ def _next_batch(state: State, group: Group, number: int) -> list[int]:
     chain, queue = group.chains[number], group.writeback[number]
     most = state.limits.batch_spans
     while most:
-        rows, looked_at = _wanting(group, chain, queue, most)
+        wanting, looked_at = _wanting(group, chain, queue, most)
+        rows, over = _below_ceiling(group, chain, wanting)
+        group.asker = _one_tenant(group, chain, rows)
         choice = _take_together(state, group, chain, rows)
         if choice is not None:
-            _decline(state, group, number, choice.declined)
+            _decline(state, group, number, [*over, *choice.declined])
             queue.take(looked_at)
             return choice.rows
-        most = min(most, len(rows)) // 2
+        most = min(most, len(wanting)) // 2
     return _take_in_turn(state, group, number)
+
+
+def _one_tenant(group: Group, chain: Chain, rows: list[int]) -> int:
+    """The tenant of all of the spans; NOBODY where they are of several."""
+    owners = np.unique(group.tenants.of(chain.table.namespace[rows]))
+    return int(owners[0]) if len(owners) == 1 else NOBODY
 
 
 def _wanting(group: Group, chain: Chain, queue: RowQueue, most: int) -> tuple[list[int], int]:
@@ -119,6 +129,25 @@ def _want_host_copy(group: Group, chain: Chain, rows: RowArray) -> BoolArray:
     for c in range(table.classes):
         lacks |= _lack(chain, c, rows)
     return wants & lacks
+
+
+def _below_ceiling(group: Group, chain: Chain, spans: list[int]) -> tuple[list[int], list[int]]:
+    """Spans whose host copies, each with those before it, fit under their tenant's ceiling, and the others."""
+    if not group.tenants.limited:
+        return spans, []
+    rows = np.asarray(spans, np.int64)
+    owner = group.tenants.of(chain.table.namespace[rows])
+    fits = np.ones(len(rows), bool)
+    for c in range(chain.table.classes):
+        if not chain.has_host(c):
+            continue
+        pool = chain.pool(c, HOST)
+        units = np.where(_lack(chain, c, rows), chain.widths(rows) * pool.spaces[chain.page_class(c).name].units, 0)
+        for tenant in np.unique(owner).tolist():
+            room = group.tenants.ceiling_units(tenant, pool) - used_units(group, pool, tenant)
+            mine = owner == tenant
+            fits[mine] &= np.cumsum(units[mine]) <= room
+    return rows[fits].tolist(), rows[~fits].tolist()
 
 
 def _lack(chain: Chain, page_class: int, rows: RowArray) -> BoolArray:
@@ -205,6 +234,11 @@ def _take_in_turn(state: State, group: Group, number: int) -> list[int]:
         first = queue.peek(0, 1)
         row = int(first[0])
         if _want_host_copy(group, chain, first)[0]:
+            group.asker = _one_tenant(group, chain, [row])
+            if _below_ceiling(group, chain, [row])[1]:
+                _decline(state, group, number, [row])
+                queue.take(1)
+                continue
             if not _take_host_pages(state, group, chain, row):
                 group.blocked.add(number)
                 break

@@ -154,12 +154,15 @@ class Driver:
 class Client:
     """An engine: numbers its messages, fences each with the work launched before it."""
 
-    def __init__(self, driver: Driver, group: str, name: str = "e", namespace: bytes = b"ns", key_bytes: int = 16):
+    def __init__(
+        self, driver: Driver, group: str, name: str = "e", namespace: bytes = b"ns", key_bytes: int = 16,
+        tenant: str = "",
+    ):  # fmt: skip
         self.driver, self.name = driver, name
         self.spec = next(spec for spec in driver.specs if spec.name == group)
         prints = tuple(c.layout.fingerprint for chain in self.spec.chains for c in chain.classes)
         rows, ranks = self.spec.page_rows, self.spec.ranks
-        answer = driver.apply(RegisterEngine(name, group, namespace, key_bytes, rows, prints, ranks))
+        answer = driver.apply(RegisterEngine(name, group, namespace, key_bytes, rows, prints, ranks, tenant=tenant))
         assert isinstance(answer, Registered), answer
         self.epoch = answer.epoch
         self.attaches: list[int] = []

@@ -57,17 +57,18 @@ class SimEngine:
     """
 
     def __init__(
-        self, world: World, group: str, texts: list[Text], tickets: deque[tuple[TicketInfo, Text, int]]
-    ) -> None:
-        self.world, self.draw = world, world.draw
-        self.name = f"engine-{group}"
+        self, world: World, group: str, texts: list[Text], tickets: deque[tuple[TicketInfo, Text, int]],
+        tenant: str = "",
+    ) -> None:  # fmt: skip
+        self.world, self.draw, self.tenant = world, world.draw, tenant
+        self.name = f"engine-{group}{tenant}"
         self.spec = next(spec for spec in world.specs if spec.name == group)
         self.texts = texts
         self.tickets = tickets
         fingerprints = tuple(c.layout.fingerprint for chain in self.spec.chains for c in chain.classes)
-        namespace = self.draw.choice((b"a", b"a", b"b"))
+        namespace = tenant.encode() or self.draw.choice((b"a", b"a", b"b"))
         answer = world.apply(
-            RegisterEngine(self.name, group, namespace, 16, PAGE_ROWS, fingerprints, self.spec.ranks)
+            RegisterEngine(self.name, group, namespace, 16, PAGE_ROWS, fingerprints, self.spec.ranks, tenant=tenant)
         )
         assert isinstance(answer, Registered)
         self.epoch = answer.epoch

@@ -30,7 +30,7 @@ from kvmanager.core.pool import PageState
 from kvmanager.core.spec import GroupSpec, Limits, PageClass, Placement
 from kvmanager.errors import KVError
 from kvmanager.transport.cpu import copy_piece
-from tests.sim import pulls
+from tests.sim import pulls, tenancy
 from tests.sim.driver import nothing_held
 from tests.sim.network import Entry, Network
 from tests.sim.published import PublishedBytes
@@ -93,6 +93,7 @@ class World:
         self.published = PublishedBytes(self.node, net.memory)
         self._free = self._page_states()
         self.engines: list[SimEngine] = []
+        self.held: tenancy.Held = {}
         self.mover = 1
         self.crashes: Crashes | None = None
         self.apply(MoverJoined(self.mover))
@@ -124,6 +125,8 @@ class World:
         effects = self.node.apply(event, net.now)
         entry.effects.extend(effects)
         audit(self.node.state)
+        if self.limits.tenants:
+            self.held = tenancy.check(self.node, self.held, event)
         self._poison_freed()
         if self.crashes is not None and self.crashes.after(event, effects):
             return self.apply(event, 0)  # whoever sent it heard nothing, and says it again

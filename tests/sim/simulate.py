@@ -69,11 +69,15 @@ class Simulation:
             weakref.finalize(self, world.crashes.close)
         self.texts: list[Text] = []
         self.tickets: deque = deque(maxlen=6)
-        self.engines = {spec.name: self._new_engine(w, spec.name) for w in self.worlds for spec in w.specs}
+        tenants = [f"#{tenant.name}" for tenant in limits_of(self.kind).tenants] or [""]
+        keys = [(w, spec.name + tenant) for w in self.worlds for spec in w.specs for tenant in tenants]
+        self.engines = {key: self._new_engine(w, key) for w, key in keys}
         self.dying: list[SimEngine] = []
 
-    def _new_engine(self, world: World, group: str) -> SimEngine:
-        return SimEngine(world, group, self.texts, self.tickets)
+    def _new_engine(self, world: World, key: str) -> SimEngine:
+        """The engine of `group` or `group#tenant`."""
+        group, _, tenant = key.partition("#")
+        return SimEngine(world, group, self.texts, self.tickets, tenant)
 
     def run(self, events: int, bytes_every: int = 8) -> SimReport:
         """Actions until the cores have applied that many events, and the end."""
@@ -119,7 +123,8 @@ class Simulation:
                     self.draw.choice(broken).resume_stream()
             case "get_on" if not (engine.stale or engine.cut):
                 quiet(self.worlds, [*self.engines.values(), *self.dying])
-                alone = not any(other.world is engine.world for other in self.dying)
+                others = [*self.engines.values(), *self.dying]
+                alone = [other for other in others if other.world is engine.world] == [engine]
                 nobody_stands_still(engine, alone)
             case "partition" | "heal":
                 self._wire(cut=action == "partition")

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvmanager.core.events import Close, Closing, CopyOutcome, Open, Progress
+from kvmanager.core.events import Close, Closing, CopyOutcome, Open, Progress, Tick
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.spans import DEVICE, HOST, NO_SPAN, CopyState
 from tests.sim.content import PAGE_ROWS
 from tests.sim.engine import SimEngine
 from tests.sim.harness import World
+from tests.sim.tenancy import room_for
 from tests.sim.worker import ChainTable, SimRequest
 
 
@@ -76,12 +77,14 @@ def _alone_it_must(engine: SimEngine, request: SimRequest, alone: bool) -> None:
 def _open_again(engine: SimEngine) -> None:
     """The newest refused request asks again: where all its pages are there and promised to nobody, it must get in."""
     refused, engine.refused = engine.refused, None
+    engine.world.apply(Tick(), passes=2 * engine.world.limits.claim_hold_ns)  # nobody in front holds it back any more
     if refused is None or refused.request_id in engine.requests or engine.spec.sparse is not None:
         return
     group = engine.world.node.state.groups[engine.spec.name]
     fits = all(
-        _pages(chain, refused.prompt) <= _reachable(group, pool)
-        and _pages(chain, refused.prompt + refused.growth) <= _reachable(group, pool) - _owed(pool)
+        _pages(chain, refused.prompt) <= _reachable(group, pool, engine)
+        and _pages(chain, refused.prompt + refused.growth) <= _reachable(group, pool, engine) - _owed(pool)
+        and _may_have(engine, group, pool, _pages(chain, refused.prompt + refused.growth))
         for chain in group.chains
         for pool in [chain.pool(0, DEVICE)]
     )
@@ -98,7 +101,7 @@ def _growth_fits(engine: SimEngine, request: SimRequest) -> bool:
         return False  # what of its own pages may leave HBM is not counted here; `_alone_it_must` is
     group = engine.world.node.state.groups[engine.spec.name]
     return all(
-        _pages(chain, request.capacity) - _pages(chain, table.end) <= _reachable(group, chain.pool(0, DEVICE))
+        _pages(chain, request.capacity) - _pages(chain, table.end) <= _reachable(group, chain.pool(0, DEVICE), engine)
         for chain, table in zip(group.chains, request.tables, strict=True)
     )
 
@@ -113,12 +116,19 @@ def _owed(pool: Pool) -> int:
     return pool.promised_slabs - pool.overbooked_slabs
 
 
-def _reachable(group: Group, pool: Pool) -> int:
-    """Free pages, and those of spans that nobody holds; in pools of one page class."""
+def _may_have(engine: SimEngine, group: Group, pool: Pool, pages: int) -> bool:
+    return not engine.tenant or pages <= room_for(group, pool, engine.tenant, engine.world.node)
+
+
+def _reachable(group: Group, pool: Pool, engine: SimEngine) -> int:
+    """Free pages, and those of spans that nobody holds; in pools of one page class. Of tenants only its own."""
     pages = pool.slabs - sum(space.pages - space.counts[PageState.FREE] for space in pool.spaces.values())
     for chain in group.chains:
         table = chain.table
         rows = [row for row in table if table.published[row]]
+        if engine.tenant:
+            mine = engine.world.node.state.engines[engine.name].namespace
+            rows = [row for row in rows if table.namespace[row] == mine]
         held = {row for row in rows if table.pins[row] or table.busy[row]}
         above: set[int] = set()
         for row in held:

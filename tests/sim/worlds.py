@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec, SparseSpec
+from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec, SparseSpec, TenantSpec
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.layout import KVFormat, indexer_layout, latent_layout, native_layout
 from tests.sim.content import PAGE_ROWS
@@ -23,6 +24,7 @@ LIMITS = Limits(
     ticket_grace_ns=200_000,
     pull_deadline_ns=400_000,
     stored_replies=4,
+    claim_hold_ns=20_000,
 )
 
 
@@ -148,11 +150,20 @@ def _overbooked(regions: Regions, draw: random.Random) -> Nodes:
     return [[sharded(regions, "main", draw.randint(8, 14), draw.choice((8, 20, 50)))]]
 
 
+def _tenants(regions: Regions, draw: random.Random) -> Nodes:
+    """Two engines of two tenants in one group: one has a floor, the other a ceiling and the higher priority."""
+    return [[sharded(regions, "main", draw.randint(10, 18), draw.choice((8, 20, 50)))]]
+
+
 KINDS: dict[str, Callable[[Regions, random.Random], Nodes]] = {
     "sharded": _one_sharded, "two-chains": _two_chains, "handoff": _handoff, "many": _many,
-    "overbooked": _overbooked,
+    "overbooked": _overbooked, "tenants": _tenants,
 }  # fmt: skip
-_OTHER_LIMITS = {"overbooked": {"overcommit": 1.5}}
+_TENANTS = (TenantSpec("a", floor=0.3), TenantSpec("b", ceiling=0.6, priority=1))
+_OTHER_LIMITS: dict[str, dict[str, Any]] = {
+    "overbooked": {"overcommit": 1.5},
+    "tenants": {"tenants": _TENANTS},
+}
 
 
 def limits_of(kind: str) -> Limits:
