@@ -88,13 +88,15 @@ class Node:
         """Handles one event at `now` (ns, never less than before) and returns what is to be done, in order."""
         state = self.state
         assert now >= state.now
+        idle = self.idle(event, now)
         state.now = now
         state.effects = []
         try:
             answer = self._handle(event)
         except KVError as error:
             answer = Replied(error)
-        for group in state.groups.values():
+        # Not after an idle event: time alone may rank spans anew, and such an event is in no journal.
+        for group in state.groups.values() if not idle else ():
             pump_writeback(state, group)
         effects = state.effects
         state.effects = []
