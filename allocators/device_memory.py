@@ -109,6 +109,17 @@ class DeviceMapping:
             call("cuMemAddressFree", self._reserved, size)
 
 
+def check_no_memfd(fd: int) -> None:
+    """Refuses (InvalidArgument) host memory where GPU memory is expected; needs no CUDA."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return
+    raise InvalidArgument(f"fd {fd} is host memory (a memfd), the region says GPU memory")
+
+
 def same_memory(fd: int, other: int) -> bool:
     """Whether two descriptors are duplicates of one. False also where the kernel won't tell: unsure is no.
 

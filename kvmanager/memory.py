@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from kvmanager.allocators.backing import check_sealed, map_fd, open_memfd
-from kvmanager.allocators.device_memory import create_device_memory
+from kvmanager.allocators.device_memory import check_no_memfd, create_device_memory
 from kvmanager.errors import LimitExceeded, UnknownLease
 from kvmanager.groups import TIMELINE_REGION, TIMELINE_WORDS, NodeMemory
 from kvmanager.wire import RegionInfo
@@ -49,7 +49,8 @@ class NodeRegions:
         """`found`: descriptors of all regions by id, where an earlier daemon made them; they are ours from now on.
 
         `words_used`: timeline words below were given out. Raises ConfigError when memory can't be reserved,
-        InvalidArgument when a found region has another size, DeviceError; what was made until then is closed.
+        InvalidArgument when a found region has another size or is not of its kind, DeviceError; what was made until
+        then is closed.
         """
         self.plan = plan
         self._found = found is not None
@@ -57,7 +58,9 @@ class NodeRegions:
         try:
             for region in plan.regions:
                 if found is not None:
-                    if not region.on_gpu:
+                    if region.on_gpu:
+                        check_no_memfd(found[region.region_id])
+                    else:
                         check_sealed(found[region.region_id], region.size_bytes)
                     continue
                 fd = make_region(region)

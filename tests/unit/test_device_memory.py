@@ -9,9 +9,13 @@ import sys
 
 import pytest
 
+from kvmanager.allocators.backing import open_memfd
 from kvmanager.allocators.cuda_driver import EXIT_FORKED, device_ordinal
 from kvmanager.allocators.device_memory import same_memory
+from kvmanager.config import NodeConfig
 from kvmanager.errors import InvalidArgument
+from kvmanager.groups import plan_memory
+from kvmanager.memory import NodeRegions
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -41,6 +45,21 @@ def test_same_memory_is_about_descriptions_not_inodes() -> None:
     finally:
         for fd in (first, second, again, copy):
             os.close(fd)
+
+
+def test_regions_found_again_must_be_of_their_kind() -> None:
+    """As when the device in the configuration changed while the daemon was down."""
+    config = NodeConfig.from_text(
+        '[node]\nname = "n"\nruntime_dir = "/tmp/n"\ndevice = "cuda:0"\n'
+        '[[group]]\nname = "g"\nkind = "sharded"\nformat = "glm-5.3-tiny-fp8_ds_mla"\nranks = 1\npage_rows = 16\n'
+        'hbm_bytes_per_rank = "1 MiB"\nhost_bytes_per_rank = "1 MiB"\n'
+    )
+    plan = plan_memory(config)
+    assert [region.rdma_capable for region in plan.regions] == [region.on_gpu for region in plan.regions]
+    assert sum(region.on_gpu for region in plan.regions) == 1
+    found = {region.region_id: open_memfd("old", region.size_bytes) for region in plan.regions}  # it closes them
+    with pytest.raises(InvalidArgument, match="region says GPU memory"):
+        NodeRegions(plan, None, found)
 
 
 def test_a_child_forked_after_cuda_was_loaded_ends_at_once_and_programs_still_start() -> None:
