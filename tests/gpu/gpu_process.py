@@ -37,7 +37,7 @@ def say(*words: object) -> None:
 def maker(keeper_fd: int, size: int) -> None:
     from kvmanager.allocators.cuda_driver import call
     from kvmanager.allocators.device_memory import create_device_memory
-    from kvmanager.deposits import KeeperLink
+    from kvmanager.keeperlink import KeeperLink
 
     fd = create_device_memory("test", "cuda:0", size)
     KeeperLink(keeper_fd).deposit("memory", size, fd)
@@ -46,11 +46,19 @@ def maker(keeper_fd: int, size: int) -> None:
     sys.stdin.read()
 
 
+class NoStore:
+    """No systemd beyond the keeper."""
+
+    def keep(self, deposit: object) -> None: ...
+
+    def let_go(self, deposit: object) -> None: ...
+
+
 def keeper() -> None:
     """Clients' sockets come as descriptor numbers on stdin, inherited; one at a time."""
     from kvmanager.deposits import DepositBox
 
-    box = DepositBox()
+    box = DepositBox(NoStore(), lambda _: None)
     channels: list[socket.socket] = [socket.socket(fileno=int(fd)) for fd in sys.argv[2:]]
     say("keeps")
     while True:
