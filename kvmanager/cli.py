@@ -256,20 +256,22 @@ def replay(
     ] = "as-needed",
     ranks: Annotated[int, typer.Option(min=1, help="DCP ranks: a span is 64 tokens times this.")] = 8,
     min_peak: Annotated[int, typer.Option(min=0, help="Only sessions with a prompt of so many tokens.")] = 0,
+    hints: Annotated[bool, typer.Option(help="Whether requests tell their session and why its turns stop.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Replay recorded agent sessions on the core in virtual time: what a pool size and a policy are worth."""
     from kvmanager.replay import cli as replays
 
     asked = {"lanes": lanes, "pool_tokens": pool_tokens, "requests": requests, "seed": seed, "ranks": ranks}
+    asked["min_peak"] = min_peak
     report: replays.Report
     with _one_line_errors():
         if host_tokens:
             report = replays.replay_file_in_tiers(
-                file, **asked, host_tokens=host_tokens, inclusion=inclusion, policy=policy, min_peak=min_peak
+                file, **asked, host_tokens=host_tokens, inclusion=inclusion, policy=policy, hints=hints
             )
         else:
-            report = replays.replay_file(file, **asked, policy=policy, min_peak=min_peak)
+            report = replays.replay_file(file, **asked, policy=policy, hints=hints)
     if as_json:
         _print_json(report.as_dict())
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -11,11 +13,19 @@ from rich.table import Table
 from kvmanager.core.spec import Inclusion
 from kvmanager.errors import InvalidArgument
 from kvmanager.replay.run import ReplayReport, replay
-from kvmanager.replay.stream import Session, load_sessions, stream
+from kvmanager.replay.stream import Request, Session, load_sessions, stream
 from kvmanager.replay.tiers import TierReport, replay_tiers
 
 Report = ReplayReport | TierReport
 BUNDLED = "data/claude-code-710.jsonl.xz"
+
+
+def recorded_stream(
+    path: Path | None, *, lanes: int, requests: int, seed: int, min_peak: int, hints: bool
+) -> Iterator[Request]:
+    """The requests of a replay; without `hints` nobody tells which session they belong to. Raises InvalidArgument."""
+    for request in stream(recorded_sessions(path, min_peak), lanes, requests, seed):
+        yield request if hints else replace(request, hints=False)
 
 
 def recorded_sessions(path: Path | None, min_peak: int) -> list[Session]:
@@ -27,13 +37,22 @@ def recorded_sessions(path: Path | None, min_peak: int) -> list[Session]:
 
 
 def replay_file(
-    path: Path | None, *, lanes: int, pool_tokens: int, requests: int, seed: int, policy: str, ranks: int, min_peak: int
+    path: Path | None,
+    *,
+    lanes: int,
+    pool_tokens: int,
+    requests: int,
+    seed: int,
+    policy: str,
+    ranks: int,
+    min_peak: int,
+    hints: bool,
 ) -> ReplayReport:
     """Replays a file of sessions, or the bundled one; tells its progress on stderr. Raises InvalidArgument."""
-    sessions = recorded_sessions(path, min_peak)
+    told = recorded_stream(path, lanes=lanes, requests=requests, seed=seed, min_peak=min_peak, hints=hints)
     with Console(stderr=True).status("replaying") as status:
         return replay(
-            stream(sessions, lanes, requests, seed),
+            told,
             requests,
             pool_tokens,
             ranks,
@@ -54,14 +73,15 @@ def replay_file_in_tiers(
     policy: str,
     ranks: int,
     min_peak: int,
+    hints: bool,
 ) -> TierReport:
     """The same with a host pool behind the device pool of `pool_tokens`."""
     if inclusion not in tuple(Inclusion):
         raise InvalidArgument(f"no inclusion {inclusion!r}; there are {', '.join(Inclusion)}")
-    sessions = recorded_sessions(path, min_peak)
+    told = recorded_stream(path, lanes=lanes, requests=requests, seed=seed, min_peak=min_peak, hints=hints)
     with Console(stderr=True).status("replaying") as status:
         return replay_tiers(
-            stream(sessions, lanes, requests, seed),
+            told,
             requests,
             pool_tokens,
             host_tokens,

@@ -145,7 +145,7 @@ class _Engine:
         """Runs a request; returns the tokens of its prompt that were cached."""
         # One token more than the recorded blocks: a prompt's last token is always computed.
         tokens = request.tokens + 1
-        opened = self._step(opens=(Open(number, tokens, 0, request.keys(), str(request.play)),)).opened[0]
+        opened = self._step(opens=(Open(number, tokens, 0, request.keys(), request.session_id),)).opened[0]
         if opened.error is not None:
             raise opened.error
         commit = Progress(number, tokens, tokens)
@@ -155,7 +155,8 @@ class _Engine:
 
     def turn_ends(self, request: Request) -> None:
         """The request's answer is complete: its session is idle, or over."""
-        self._step(turn_ends=(TurnEnded(str(request.play), request.stop_reason, request.last),))
+        if request.session_id:
+            self._step(turn_ends=(TurnEnded(request.session_id, request.stop_reason, request.last),))
 
 
 class Clock(Protocol):

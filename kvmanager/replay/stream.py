@@ -58,6 +58,12 @@ class Request:
     nodes: Int64Array
     stop_reason: str
     last: bool
+    hints: bool = True
+
+    @property
+    def session_id(self) -> str:
+        """What its engine calls its session; empty when the engine tells nothing of sessions."""
+        return str(self.play) if self.hints else ""
 
     @property
     def tokens(self) -> int:

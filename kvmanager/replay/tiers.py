@@ -209,7 +209,7 @@ class TierEngine:
         # One token more than the recorded blocks: a prompt's last token is always computed.
         tokens = request.tokens + 1
         loaded = self.moved[Purpose.ONBOARD]
-        opened = self._step(opens=(Open(number, tokens, 0, request.keys(), str(request.play)),)).opened[0]
+        opened = self._step(opens=(Open(number, tokens, 0, request.keys(), request.session_id),)).opened[0]
         if opened.error is not None:
             if not isinstance(opened.error, CapacityError):
                 raise opened.error
@@ -224,7 +224,8 @@ class TierEngine:
 
     def turn_ends(self, request: Request) -> None:
         """The request's answer is complete: its session is idle, or over."""
-        self._step(turn_ends=(TurnEnded(str(request.play), request.stop_reason, request.last),))
+        if request.session_id:
+            self._step(turn_ends=(TurnEnded(request.session_id, request.stop_reason, request.last),))
         self._copy_all()
 
 
