@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 from kvmanager import configvalues as parse
 from kvmanager.configvalues import Parser
 from kvmanager.core.eviction import POLICIES
+from kvmanager.core.spec import Inclusion
 from kvmanager.errors import ConfigError
 from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
 from kvmanager.layout import FORMATS, KVFormat
@@ -110,10 +111,15 @@ class EvictionSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadSection:
-    """`[offload]`: how copies between device and host are cut."""
+    """`[offload]`: how copies between device and host are cut, and what stays on the host.
+
+    inclusion: whether a span that came back to the device keeps its host copy. tries: of one host copy, in a row.
+    """
 
     max_plans_in_flight: int = 8
     batch_spans: int = 32
+    inclusion: str = Inclusion.AS_NEEDED
+    tries: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +304,12 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
     MoverSection: {"staging_bytes": parse.size, "chunk_bytes": parse.size, "pull_deadline_ms": parse.count(1)},
     AdmissionSection: {"overcommit": parse.factor, "growth_cap_tokens": parse.count(1)},
     EvictionSection: {"policy": parse.choice(*POLICIES)},
-    OffloadSection: {"max_plans_in_flight": parse.count(1), "batch_spans": parse.count(1)},
+    OffloadSection: {
+        "max_plans_in_flight": parse.count(1),
+        "batch_spans": parse.count(1),
+        "inclusion": parse.choice(*Inclusion),
+        "tries": parse.count(1),
+    },
     TenantSection: {
         "name": parse.text,
         "uids": parse.uids,

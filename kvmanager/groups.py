@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvmanager.config import GroupSection, NodeConfig
-from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec, SparseSpec, TenantSpec
+from kvmanager.core.spec import (
+    ChainSpec,
+    GroupSpec,
+    Inclusion,
+    Limits,
+    PageClass,
+    Placement,
+    PoolSpec,
+    SparseSpec,
+    TenantSpec,
+)
 from kvmanager.geometry import SEQUENTIAL
 from kvmanager.layout import indexer_layout, latent_layout, native_layout
 from kvmanager.transport.pinned import chunk_bounds
@@ -120,6 +130,8 @@ def core_limits(config: NodeConfig) -> Limits:
     return Limits(
         plans_in_flight=config.offload.max_plans_in_flight,
         batch_spans=config.offload.batch_spans,
+        inclusion=Inclusion(config.offload.inclusion),
+        writeback_tries=config.offload.tries,
         growth_cap_tokens=config.admission.growth_cap_tokens,
         overcommit=config.admission.overcommit,
         ticket_ttl_ns=config.lease.ticket_ttl_ns,
