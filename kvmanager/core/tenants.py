@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.core.spans import DEVICE, HOST, NO_PAGE
+from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN
 from kvmanager.core.spec import TenantSpec
 
 if TYPE_CHECKING:
@@ -103,14 +103,18 @@ def kept(group: Group, chain: Chain, asker: int, idle: BoolArray) -> BoolArray |
         if tenant == asker or not tenants.specs[tenant].floor:
             continue
         mine = rows[owner == tenant]
-        # Least recently used first and deepest first: whoever stands below a span that may go may go, too.
+        # Least recently used first, and of those used at one time the deepest first.
         mine = mine[np.lexsort((-table.first_token[mine], table.last_used[mine]))]
         for pool in group.pools.values():
             surplus = used_units(group, pool, tenant) - tenants.floor_units(tenant, pool)
             units = span_units(chain, pool, mine)
             keeps[mine[(np.cumsum(units) > surplus) & (units > 0)]] = True
-        # A span that stays keeps what is above it: its pages may be in other pools.
-        keeps[mine[np.cumsum(keeps[mine]) > 0]] = True
+    # A span that stays keeps what is above it, whichever pool that is in.
+    at = np.flatnonzero(keeps)
+    while len(at):
+        above = np.unique(table.parent[at])
+        at = above[(above != NO_SPAN) & ~keeps[above]]
+        keeps[at] = True
     return keeps
 
 

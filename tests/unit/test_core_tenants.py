@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmanager.core.events import AttachRank, RegisterEngine, Step, Tick
+from kvmanager.core.events import AttachRank, RegisterEngine, Step, Tick, Trim
 from kvmanager.core.pool import PageState
 from kvmanager.core.spec import Limits, TenantSpec
 from kvmanager.core.tenants import used_units
@@ -39,6 +39,10 @@ def test_pages_below_a_floor_are_never_victims() -> None:
     # Its own pages are its own to replace.
     a.serve(20, SPAN, "new")
     assert holds(driver, "a") == 4
+    b.close(1)
+    b.run()
+    driver.apply(Trim("p", "p/hbm", 10))
+    assert holds(driver, "a") == 4, "also when room is made for nobody in particular"
     driver.leave(a, b)
 
 
@@ -143,3 +147,15 @@ def test_an_attached_engine_is_never_thrown_out_for_being_idle() -> None:
     driver.apply(Tick(), passes=100_000 * MS)
     assert client.open(1, SPAN, "a").state == "runnable"
     driver.leave(client)
+
+
+def test_a_floor_holds_on_the_host_too() -> None:
+    driver, a, b = two(4, TenantSpec("a", floor=0.5), TenantSpec("b"), host_pages=8)
+    for number in range(12):
+        a.serve(number, SPAN, f"a{number}")
+    assert holds(driver, "a", "p/host") == 8
+    for number in range(12):
+        b.serve(number, SPAN, f"b{number}")
+        assert holds(driver, "a", "p/host") >= 4
+    assert holds(driver, "b", "p/host") > 0
+    driver.leave(a, b)
