@@ -5,7 +5,7 @@ A promise is a count of slabs, not pages. Each byte is counted once: what is tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -286,35 +286,29 @@ def promises_hold(group: Group, wants: Mapping[str, Mapping[str, int]] | None = 
 
 @dataclass(frozen=True)
 class NewSpans:
-    """Spans to be added, in token order: first_tokens int64[n], segments and interleave int32[n]."""
+    """Spans to be added, in token order: parts of spans of one order, each with its first tokens, int64[n], n > 0."""
 
-    first_tokens: npt.NDArray[np.int64]
-    segments: npt.NDArray[np.int32]
-    interleave: npt.NDArray[np.int32]
+    parts: tuple[tuple[npt.NDArray[np.int64], TokenOrder], ...]
 
     def __len__(self) -> int:
-        return len(self.first_tokens)
+        return sum(len(firsts) for firsts, _ in self.parts)
 
-    def widths(self, chain: ChainSpec) -> npt.NDArray[np.int64]:
-        """Page indexes of one class that each takes, int64[n]."""
-        return self._each(chain.span_pages)
+    def pages(self, chain: ChainSpec) -> int:
+        """Page indexes of one class that all of them take."""
+        return sum(len(firsts) * chain.span_pages(order) for firsts, order in self.parts)
 
-    def ends(self, chain: ChainSpec) -> npt.NDArray[np.int64]:
-        """The position behind each, int64[n]."""
-        return self.first_tokens + self._each(chain.span_tokens)
+    def end(self, chain: ChainSpec) -> int:
+        """The position behind the last; there is one."""
+        firsts, order = self.parts[-1]
+        return int(firsts[-1]) + chain.span_tokens(order)
 
-    def _each(self, measure: Callable[[TokenOrder], int]) -> npt.NDArray[np.int64]:
-        values = np.zeros(len(self), np.int64)
-        for order in self.orders():
-            values[(self.segments == order.segments) & (self.interleave == order.interleave)] = measure(order)
-        return values
+    def widths(self, chain: ChainSpec) -> list[int]:
+        """Page indexes of one class that each takes."""
+        return [pages for firsts, order in self.parts for pages in [chain.span_pages(order)] * len(firsts)]
 
-    def orders(self) -> list[TokenOrder]:
-        """The orders that occur: one or two."""
-        ends = {(int(self.segments[i]), int(self.interleave[i])) for i in (0, -1)} if len(self) else set()
-        if len(ends) == 1 and (self.segments != self.segments[0]).any():
-            ends = set(zip(self.segments.tolist(), self.interleave.tolist(), strict=True))
-        return [TokenOrder(*order) for order in sorted(ends)]
+    def ends(self, chain: ChainSpec) -> list[int]:
+        """The position behind each."""
+        return [end for firsts, order in self.parts for end in (firsts + chain.span_tokens(order)).tolist()]
 
 
 def span_orders(chain: ChainSpec, start: int, imported_end: int, end: int, *, sparse: bool) -> NewSpans:
@@ -336,12 +330,7 @@ def span_orders(chain: ChainSpec, start: int, imported_end: int, end: int, *, sp
         firsts = np.arange(at, stop, tokens, dtype=np.int64)
         parts.append((firsts, order))
         at += len(firsts) * tokens
-    counts = [len(firsts) for firsts, _ in parts]
-    return NewSpans(
-        np.concatenate([np.empty(0, np.int64), *(firsts for firsts, _ in parts)]),
-        np.repeat(np.asarray([order.segments for _, order in parts], np.int32), counts),
-        np.repeat(np.asarray([order.interleave for _, order in parts], np.int32), counts),
-    )
+    return NewSpans(tuple(parts))
 
 
 def device_slabs_free(group: Group, pool: Pool) -> int:

@@ -15,7 +15,7 @@ from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.prefix import PrefixIndex
 from kvmanager.core.return_rate import SessionBook
 from kvmanager.core.rows import RowArray, RowQueue, as_range
-from kvmanager.core.spans import DEVICE, HOST, CopyState, SpanTable
+from kvmanager.core.spans import ABSENT, DEVICE, HOST, CopyState, SpanTable
 from kvmanager.core.spec import ChainSpec, GroupSpec, PageClass, Placement
 from kvmanager.core.tenants import NOBODY, Tenants
 
@@ -67,13 +67,16 @@ class Chain:
         if len(rows) == 0:
             return
         at = as_range(rows)
-        assert (self.table.copies[page_class, tier, at] != CopyState.ABSENT).all()
+        assert self.table.copies[page_class, tier, at].all(), "an absent copy has no state"
         self.table.copies[page_class, tier, at] = copy
         pages = self.table.page_lists(page_class, tier, rows)
         self.pool(page_class, tier).settle(self.spec.classes[page_class].name, pages, page)
 
     def put_many(self, page_class: int, tier: int, rows: RowArray | list[int], pages: PageArray) -> None:
         """Deals taken pages out to spans, in order, as copies that are being filled."""
+        if len(rows) == 1:
+            self.put(page_class, tier, int(rows[0]), pages)
+            return
         index = np.asarray(rows, np.int64)
         self.table.put_many(page_class, tier, index, self.widths(index), pages, CopyState.FILLING)
         self.pool(page_class, tier).settle(self.spec.classes[page_class].name, pages, PageState.FILLING)
@@ -88,7 +91,9 @@ class Chain:
     def absent(self, page_class: int, tier: int, rows: RowArray | Sequence[int]) -> RowArray:
         """Those of the spans that have no copy of a class in a tier, int64."""
         index = np.asarray(rows, np.int64)
-        missing: RowArray = index[self.table.copies[page_class, tier, as_range(index)] == CopyState.ABSENT]
+        if len(index) == 0:
+            return index
+        missing: RowArray = index[self.table.copies[page_class, tier, as_range(index)] == ABSENT]
         return missing
 
     def put(self, page_class: int, tier: int, row: int, pages: PageArray) -> None:
@@ -109,8 +114,8 @@ class Chain:
     def free_spans(self, rows: RowArray) -> None:
         """Frees every copy of unpublished spans nobody holds, and forgets them, in order."""
         for page_class in range(self.table.classes):
-            for tier in (DEVICE, HOST):
-                held = rows[self.table.copies[page_class, tier, as_range(rows)] != CopyState.ABSENT]
+            for tier in (DEVICE, HOST) if self.has_host(page_class) else (DEVICE,):
+                held = rows[self.table.copies[page_class, tier, as_range(rows)] != ABSENT]
                 if len(held):
                     self.free_copies(page_class, tier, held)
         self.table.remove_many(rows)
@@ -123,6 +128,8 @@ class Chain:
         """`release_if_unused` for many spans at once; a row may be named twice."""
         table = self.table
         index = np.asarray(rows, np.int64)
+        if len(index) == 1 and table.published[index[0]]:
+            return
         at = as_range(index)
         index = index[table.live[at] & ~table.published[at]]
         if len(index):

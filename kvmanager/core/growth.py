@@ -149,8 +149,7 @@ def _add(state: State, group: Group, request: Request, capacity: int) -> None:
         firsts = np.arange(part.end_token, capacity, chain.spec.span_tokens(order), dtype=np.int64)
         if len(firsts) == 0:
             continue
-        segments, interleave = (np.full(len(firsts), n, np.int32) for n in (order.segments, order.interleave))
-        rows = table.add_many(firsts, segments, interleave, state.now, request.namespace, request.owner)
+        rows = table.add_many(firsts, order, state.now, request.namespace, request.owner)
         table.pin(rows)
         part.rows.extend(rows)
         for c, page_class in enumerate(chain.spec.classes):

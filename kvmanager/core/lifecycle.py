@@ -55,9 +55,11 @@ def drop_request(state: State, request: Request) -> None:
     if request.phase is Phase.CLOSING:
         group.claims.pop((request.engine, request.epoch, request.request_id), None)
     for part in request.chains:
-        held = np.concatenate((part.rows.array, part.anchors.array)) if len(part.anchors) else part.rows[:]
+        held = part.rows[:]
+        if len(part.anchors):
+            held = np.concatenate((held, part.anchors.array))
+            part.chain.table.unanchor(part.anchors.array)
         part.chain.index.touch(held, state.now)
-        part.chain.table.unanchor(part.anchors.array)
         part.chain.unpin(held)
         part.rows, part.anchors, part.anchor = RowList(), RowList(), NO_SPAN
     for number, row in request.donors:

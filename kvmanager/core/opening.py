@@ -28,7 +28,7 @@ from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.residency import first_resident, take_hot
 from kvmanager.core.rows import RowList, as_range, no_rows
 from kvmanager.core.sessions import begin_turn
-from kvmanager.core.spans import DEVICE, HOST, NO_SPAN, CopyState
+from kvmanager.core.spans import DEVICE, FILLING, HOST, NO_SPAN, CopyState
 from kvmanager.core.state import Engine, State
 from kvmanager.errors import CapacityError, InvalidArgument
 
@@ -185,14 +185,15 @@ def _register(state: State, engine: Engine, group: Group, event: Open, shapes: l
 def _demands(group: Group, request: Request, shapes: list[_Shape]) -> Demands:
     demands = Demands()
     for chain, shape in zip(group.chains, shapes, strict=True):
-        pages = int(shape.new.widths(chain.spec).sum())
+        pages = shape.new.pages(chain.spec)
         end = _end_token(chain, shape)
         for c, page_class in enumerate(chain.spec.classes):
             if group.spec.sparse is not None and page_class.name == group.spec.sparse.latent_class:
                 _demand_latents(group, chain, shape, demands)
                 continue
-            missing = chain.widths(chain.absent(c, DEVICE, shape.match.rows)).sum()
-            demands.add_now(page_class.device_pool, page_class.name, pages + int(missing))
+            missing = chain.absent(c, DEVICE, shape.match.rows)
+            onboarded = int(chain.widths(missing).sum()) if len(missing) else 0
+            demands.add_now(page_class.device_pool, page_class.name, pages + onboarded)
         for pool, slabs in growth_promise(group, chain.spec, request.most_tokens - end).items():
             demands.of(pool).later_slabs += slabs
     return demands
@@ -201,7 +202,7 @@ def _demands(group: Group, request: Request, shapes: list[_Shape]) -> Demands:
 def _end_token(chain: Chain, shape: _Shape) -> int:
     if len(shape.new) == 0:
         return shape.match.segments * chain.spec.page_rows
-    return int(shape.new.ends(chain.spec)[-1])
+    return shape.new.end(chain.spec)
 
 
 def _demand_latents(group: Group, chain: Chain, shape: _Shape, demands: Demands) -> None:
@@ -211,28 +212,25 @@ def _demand_latents(group: Group, chain: Chain, shape: _Shape, demands: Demands)
     c = group.class_index(chain, sparse.latent_class)
     page_class = chain.spec.classes[c]
     tail = _tail_start(group, chain, shape)
-    resident = int(shape.new.widths(chain.spec)[tail:].sum())
+    resident = sum(shape.new.widths(chain.spec)[tail:])
     demands.add_now(page_class.device_pool, page_class.name, resident)
     demands.of(page_class.device_pool).later_slabs += sparse.hot_slabs
-    host = int(shape.new.widths(chain.spec).sum())
+    host = shape.new.pages(chain.spec)
     host += int(chain.widths(chain.absent(c, HOST, shape.match.rows)).sum())
     demands.of(page_class.host_pool).later_slabs += host
 
 
 def _tail_start(group: Group, chain: Chain, shape: _Shape) -> int:
     """First of the new spans that must be resident: what the engine writes itself never starts on the host."""
-    ends, widths = shape.new.ends(chain.spec).tolist(), shape.new.widths(chain.spec).tolist()
+    ends, widths = shape.new.ends(chain.spec), shape.new.widths(chain.spec)
     assert group.spec.sparse is not None
     return first_resident(ends, widths, shape.imported, group.spec.sparse.tail_pages)
 
 
 def _take_pages(state: State, group: Group, request: Request, shapes: list[_Shape]) -> None:
     for part, shape in zip(request.chains, shapes, strict=True):
-        new = shape.new
-        if len(new):
-            rows = part.chain.table.add_many(
-                new.first_tokens, new.segments, new.interleave, state.now, request.namespace
-            )
+        for first_tokens, order in shape.new.parts:
+            rows = part.chain.table.add_many(first_tokens, order, state.now, request.namespace)
             part.chain.table.pin(rows)
             part.rows.extend(rows)
         for c in range(len(part.chain.spec.classes)):
@@ -252,14 +250,15 @@ def _take_class(
     for tier, rows in placed:
         if len(rows) == 0:
             continue
-        needed = int(chain.widths(rows).sum())
+        needed = shape.new.pages(chain.spec) if len(rows) == len(new) else int(chain.widths(rows).sum())
         pool = chain.pool(page_class, tier)
         pages = state.reclaimers[group.spec.name].take(pool, name, needed)
         if pages is None:
             raise exhausted(state, group, pool, pool.slabs_needed({name: needed}), pool.free_slabs)
         chain.put_many(page_class, tier, rows, pages)
-    reads_host = len(host_rows) or len(chain.absent(page_class, DEVICE, part.rows.array[: part.shared]))
-    if group.spec.sparse is not None and name == group.spec.sparse.latent_class and reads_host:
+    if group.spec.sparse is None or name != group.spec.sparse.latent_class:
+        return
+    if len(host_rows) or len(chain.absent(page_class, DEVICE, part.rows.array[: part.shared])):
         take_hot(state, group, request)
 
 
@@ -294,7 +293,7 @@ def _host_placed(
 def _reuse(state: State, group: Group, request: Request, shapes: list[_Shape]) -> None:
     """Brings what was found onto the device, copies donors, and starts a hand-off."""
     for number, (part, shape) in enumerate(zip(request.chains, shapes, strict=True)):
-        if group.spec.sparse is None:
+        if group.spec.sparse is None and part.shared:
             _onboard_missing(state, group, request, number)
         if shape.match.donor != NO_SPAN:
             tokens = shape.match.donor_segments * group.spec.page_rows
@@ -307,7 +306,7 @@ def _onboard_missing(state: State, group: Group, request: Request, number: int) 
     who = (request.engine, request.epoch, request.request_id)
     for c in range(len(chain.spec.classes)):
         shared = part.rows.array[: part.shared]
-        for row in shared[chain.table.copies[c, DEVICE, as_range(shared)] == CopyState.FILLING].tolist():
+        for row in shared[chain.table.copies[c, DEVICE, as_range(shared)] == FILLING].tolist():
             under_way = onboard_in_flight(state, group, number, row)
             assert under_way is not None, "a published span is being filled by nobody"
             under_way[1].waiters.append(who)

@@ -62,10 +62,13 @@ class PageSpace:
 
     def move(self, pages: PageArray, source: PageState, target: PageState) -> None:
         """Moves distinct pages from one state to another; any page elsewhere is our own bug."""
-        if len(pages) == 0:
+        if len(pages) == 1 and self.state[pages[0]] == int(source):
+            self.state[pages[0]] = target
+            self.counts[source] -= 1
+            self.counts[target] += 1
             return
         at = as_range(pages)
-        wrong = self.state[at] != source
+        wrong = self.state[at] != int(source)
         if wrong.any():
             page = int(pages[np.argmax(wrong)])
             found = PageState(int(self.state[page])).name
@@ -78,7 +81,7 @@ class PageSpace:
         """Moves distinct pages to `target` from whatever non-free state each is in."""
         at = as_range(pages)
         held = self.state[at]
-        if len(held) and (held == held[0]).all():
+        if len(held) == 1 or (len(held) and (held == held[0]).all()):
             left = [0] * STATES
             left[held[0]] = len(held)
         else:

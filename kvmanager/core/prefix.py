@@ -150,8 +150,10 @@ class PrefixIndex:
         """
         width = self.key_bytes
         assert len(keys) >= stop * width
-        wanted = np.frombuffer(keys, np.uint64, stop * width // 8) if stop else np.empty(0, np.uint64)
         found: list[RowArray] = []
+        if stop - at < size:
+            return no_rows(), at
+        wanted = np.frombuffer(keys, np.uint64, stop * width // 8)
         while stop - at >= size:
             step = no_rows()
             for rows in self._next(keys[at * width : (at + 1) * width], at, parent, namespace):
@@ -164,7 +166,7 @@ class PrefixIndex:
             found.append(step)
             at += len(step) * size
             parent = int(step[-1])
-        return np.concatenate([no_rows(), *found]), at
+        return np.concatenate(found) if found else no_rows(), at
 
     def _next(self, key: Keys, at: int, parent: int, namespace: int) -> Iterator[RowArray]:
         """The ways on from `parent`, which ends at `at`: the rest of its run, and runs below it under the key."""
@@ -322,6 +324,9 @@ class PrefixIndex:
         self._set_places(rows, number, 0)
 
     def _set_places(self, rows: RowArray, number: int, first: int) -> None:
+        if len(rows) == 1:
+            self.table.run[rows[0]], self.table.place[rows[0]] = number, first
+            return
         at = as_range(rows)
         self.table.run[at] = number
         self.table.place[at] = np.arange(first, first + len(rows), dtype=np.int32)
@@ -368,6 +373,11 @@ class PrefixIndex:
         """Marks spans as used, and all before them: a parent is never older than its child."""
         table = self.table
         named = np.asarray(rows, np.int64)
+        while len(named) == 1:  # a chain of single spans, or one that was touched as a whole
+            row = int(named[0])
+            table.last_used[row] = now
+            parent = int(table.parent[row])
+            named = named[:0] if parent == NO_SPAN or table.last_used[parent] >= now else np.array((parent,), np.int64)
         while len(named):
             at = as_range(named)
             table.last_used[at] = now

@@ -12,7 +12,7 @@ from kvmanager.core.events import SpanRunTable
 from kvmanager.core.group import Chain
 from kvmanager.core.plans import CopyPlan
 from kvmanager.core.rows import RowList, as_range
-from kvmanager.core.spans import DEVICE, HOST, NO_OWNER, NO_PAGE, NO_SPAN, CopyState
+from kvmanager.core.spans import DEVICE, HOST, NO_OWNER, NO_PAGE, NO_SPAN, READY
 from kvmanager.geometry import Int64Array
 
 
@@ -45,8 +45,8 @@ class RequestChain:
         """Positions [0, end) have pages."""
         if len(self.rows) == 0:
             return 0
-        last = self.rows[-1]
-        return int(self.chain.table.first_token[last]) + self.chain.spec.span_tokens(self.chain.table.order(last))
+        last, table = self.rows[-1], self.chain.table
+        return int(table.first_token[last]) + int(table.segments[last]) * self.chain.spec.page_rows
 
     def ordinal(self, row: int) -> int | None:
         """The span's place in the chain; None when the request does not hold it."""
@@ -64,13 +64,18 @@ class RequestChain:
         spec, table = self.chain.spec, self.chain.table
         rows = self.rows.array[first:]
         index = as_range(rows)
-        keep = np.arange(table.widest) < self.chain.widths(rows).reshape(-1, 1)
+        widths = self.chain.widths(rows)
+        narrow = table.widest > 1 and bool((widths < table.widest).any())
+        keep = np.arange(table.widest) < widths[:, None] if narrow else np.ones((len(rows), table.widest), bool)
         pages: dict[str, tuple[Int64Array, Int64Array]] = {}
         for c, page_class in enumerate(spec.classes):
-            device = table.pages[c, DEVICE, index]
-            landed = (table.copies[c, HOST, index] == CopyState.READY).reshape(-1, 1)
-            host = np.where(landed, table.pages[c, HOST, index], NO_PAGE)
-            pages[page_class.name] = (device[keep], host[keep])
+            device = table.pages[c, DEVICE, index][keep]
+            if self.chain.has_host(c):
+                landed = (table.copies[c, HOST, index] == READY)[:, None]
+                host = np.where(landed, table.pages[c, HOST, index], NO_PAGE)[keep]
+            else:
+                host = np.full(len(device), NO_PAGE, np.int64)
+            pages[page_class.name] = device, host
         return SpanRunTable(
             spec.name,
             first,

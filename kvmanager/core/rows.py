@@ -65,14 +65,17 @@ class RowList:
 
     def append(self, row: int) -> None:
         """One more row."""
-        self.extend(np.asarray([row], np.int64))
+        if self._count == len(self._rows):
+            self._rows = np.concatenate((self._rows, np.zeros(1 + self._count // 2, np.int64)))
+        self._rows[self._count] = row
+        self._count += 1
 
     def extend(self, rows: RowArray) -> None:
         """More rows."""
         count = self._count + len(rows)
         if count > len(self._rows):
             self._rows = np.concatenate((self.array, rows, np.zeros(count // 2, np.int64)))
-        else:
+        elif len(rows):
             self._rows[self._count : count] = rows
         self._count = count
 

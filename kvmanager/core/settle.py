@@ -9,7 +9,7 @@ from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Request, RequestChain
 from kvmanager.core.rows import RowArray, as_range, no_rows
-from kvmanager.core.spans import DEVICE, NO_SPAN, CopyState
+from kvmanager.core.spans import DEVICE, FILLING, NO_SPAN, CopyState
 from kvmanager.core.state import State
 
 
@@ -21,6 +21,8 @@ def publish(state: State, request: Request) -> None:
         _advance_untouched(state, request, part)
         while part.settled < len(part.rows) and _advance(state, request, part):
             part.settled += 1
+        if part.settled == before:
+            continue
         full = part.rows[before : part.settled]
         _settle(part.chain, full)
         if part.chain.offloads:
@@ -44,9 +46,14 @@ def _advance(state: State, request: Request, part: RequestChain) -> bool:
 
 
 def _advance_untouched(state: State, request: Request, part: RequestChain) -> None:
-    """Settles the leading spans of which nothing was known and which are full now, those of one size at a time."""
+    """Settles the leading spans of which nothing was known and which are full now, those of one size at a time.
+
+    A single one is left to `_advance`.
+    """
+    if part.settled + 1 >= len(part.rows):
+        return
     rows = _newly_full(request, part)
-    if len(rows) == 0:
+    if len(rows) <= 1:
         return
     _take_keys(request, part, rows)
     group = state.groups[request.group]
@@ -157,7 +164,7 @@ def _stand_in(group: Group, part: RequestChain, twins: RowArray) -> None:
 def _settle(chain: Chain, rows: RowArray) -> None:
     """The spans' own device pages hold final content."""
     for page_class in range(chain.table.classes):
-        filling = rows[chain.table.copies[page_class, DEVICE, as_range(rows)] == CopyState.FILLING]
+        filling = rows[chain.table.copies[page_class, DEVICE, as_range(rows)] == FILLING]
         chain.set_states(page_class, DEVICE, filling, CopyState.READY, PageState.READY)
 
 

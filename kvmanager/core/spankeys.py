@@ -36,7 +36,7 @@ class SpanKeys:
         self._text[row, : len(text)] = np.frombuffer(text, np.uint8) if text else 0
         self._lengths[row] = len(text)
 
-    def clear(self, rows: RowArray | slice) -> None:
+    def clear(self, rows: RowArray | slice | int) -> None:
         """Empties rows."""
         self._lengths[rows] = 0
 

@@ -31,6 +31,10 @@ class CopyState(IntEnum):
     READY = 2    # complete as far as `valid` says
 
 
+ABSENT, FILLING, READY = (int(state) for state in CopyState)
+"""The same as plain integers: numpy compares these several times faster."""
+
+
 class SpanTable:
     """Spans of one chain by row number; rows are reused.
 
@@ -127,24 +131,25 @@ class SpanTable:
         self.owner[row] = owner
         self.dead[row] = False
         self.published[row] = False
-        self.copies[:, :, row] = CopyState.ABSENT
+        self.copies[:, :, row] = ABSENT
         self.pages[:, :, row] = NO_PAGE
         self.uids[row] = np.arange(self.next_uid, self.next_uid + self.widest, dtype=np.uint64)
         self.next_uid += self.widest
-        self.keys[row] = b""
+        self.keys.clear(row)
         return row
 
     def add_many(
         self,
         first_tokens: PageArray,
-        segments: npt.NDArray[np.int32],
-        interleave: npt.NDArray[np.int32],
+        order: TokenOrder,
         now: int,
         namespace: int = 0,
         owner: int = NO_OWNER,
     ) -> RowArray:
-        """`add` for several spans; returns their rows, in order."""
+        """`add` for several spans of one order; returns their rows, in order."""
         count = len(first_tokens)
+        if count == 1:
+            return np.array((self.add(int(first_tokens[0]), order, now, namespace, owner),), np.int64)
         while len(self._unused) < count:
             self._grow(len(self.live))
         rest = len(self._unused) - count
@@ -159,8 +164,8 @@ class SpanTable:
         ):  # fmt: skip
             column[at] = 0
         self.first_token[at] = first_tokens
-        self.segments[at] = segments
-        self.interleave[at] = interleave
+        self.segments[at] = order.segments
+        self.interleave[at] = order.interleave
         self.last_used[at] = now
         self.namespace[at] = namespace
         self.owner[at] = owner
@@ -178,7 +183,7 @@ class SpanTable:
         assert not self.published[row]
         assert self.pins[row] == 0
         assert self.busy[row] == 0
-        assert (self.copies[:, :, row] == CopyState.ABSENT).all()
+        assert not self.copies[:, :, row].any()
         self.live[row] = False
         self._unused.append(row)
 
@@ -198,16 +203,16 @@ class SpanTable:
 
     def put(self, page_class: int, tier: int, row: int, pages: PageArray, state: CopyState) -> None:
         """Gives an absent copy its pages."""
-        assert self.copies[page_class, tier, row] == CopyState.ABSENT
+        assert self.copies[page_class, tier, row] == ABSENT
         self.pages[page_class, tier, row, : len(pages)] = pages
         self.copies[page_class, tier, row] = state
 
     def drop(self, page_class: int, tier: int, row: int) -> PageArray:
         """Takes a copy away from the span; its pages are returned, to be freed by the caller."""
-        assert self.copies[page_class, tier, row] != CopyState.ABSENT
+        assert self.copies[page_class, tier, row] != ABSENT
         pages = self.page_list(page_class, tier, row).copy()
         self.pages[page_class, tier, row] = NO_PAGE
-        self.copies[page_class, tier, row] = CopyState.ABSENT
+        self.copies[page_class, tier, row] = ABSENT
         self.redundant[row] = False
         return pages
 
@@ -222,7 +227,7 @@ class SpanTable:
     ) -> None:
         """`put` for distinct spans: the first `widths[0]` pages go to the first of them, and so on."""
         at = as_range(rows)
-        assert (self.copies[page_class, tier, at] == CopyState.ABSENT).all()
+        assert (self.copies[page_class, tier, at] == ABSENT).all()
         if len(pages) == len(rows) * self.widest:
             self.pages[page_class, tier, at] = pages.reshape(len(rows), self.widest)
         else:
@@ -233,23 +238,28 @@ class SpanTable:
 
     def drop_many(self, page_class: int, tier: int, rows: RowArray) -> PageArray:
         """`drop` for distinct spans, whose pages are returned in order."""
+        if len(rows) == 1:
+            return self.drop(page_class, tier, int(rows[0]))
         at = as_range(rows)
-        assert (self.copies[page_class, tier, at] != CopyState.ABSENT).all()
+        assert (self.copies[page_class, tier, at] != ABSENT).all()
         held = self.page_lists(page_class, tier, rows)
         self.pages[page_class, tier, at] = NO_PAGE
-        self.copies[page_class, tier, at] = CopyState.ABSENT
+        self.copies[page_class, tier, at] = ABSENT
         self.redundant[at] = False
         return held
 
     def remove_many(self, rows: RowArray) -> None:
         """`remove` for distinct spans."""
+        if len(rows) == 1:
+            self.remove(int(rows[0]))
+            return
         ordered = np.sort(rows)
         at = as_range(ordered)
         assert self.live[at].all()
         assert not self.published[at].any()
         assert not self.pins[at].any()
         assert not self.busy[at].any()
-        assert (self.copies[:, :, at] == CopyState.ABSENT).all()
+        assert not self.copies[:, :, at].any()
         self.live[at] = False
         # Taken again in ascending order: spans that follow each other should stand in rows that do.
         self._unused.extend(ordered[::-1])
@@ -262,10 +272,14 @@ class SpanTable:
         """One holder less; below zero is our own bug."""
         index = np.asarray(rows, np.int64)
         self._count(self.pins, index, -1)
-        assert (self.pins[as_range(index)] >= 0).all(), "a span was unpinned once too often"
+        assert len(index) == 0 or self.pins[as_range(index)].min() >= 0, "a span was unpinned once too often"
 
     def _count(self, counts: npt.NDArray[np.int32], rows: RowArray, more: int) -> None:
         """Adds to the rows' counts, as often as a row is named."""
+        if len(rows) <= 1:
+            for row in rows.tolist():
+                counts[row] += more
+            return
         starts = np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1
         if len(starts) < len(rows) // 8:
             for part in np.split(rows, starts):
@@ -280,7 +294,7 @@ class SpanTable:
     def unanchor(self, rows: RowArray) -> None:
         """Takes it back, before the pins themselves go."""
         self._count(self.anchored, rows, -1)
-        assert (self.anchored[rows] >= 0).all(), "a span lost one anchor too many"
+        assert len(rows) == 0 or self.anchored[rows].min() >= 0, "a span lost one anchor too many"
 
     def rows(self) -> npt.NDArray[np.int64]:
         """Live rows, ascending."""

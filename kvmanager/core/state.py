@@ -297,9 +297,10 @@ class State:
 
     def fence_passed(self, fence: dict[int, int]) -> bool:
         """All work before the fence is complete, or its rank can write no more."""
-        return all(
-            attach in self.dead_attaches or self.timelines.get(attach, 0) >= value for attach, value in fence.items()
-        )
+        for attach, value in fence.items():
+            if self.timelines.get(attach, 0) < value and attach not in self.dead_attaches:
+                return False
+        return True
 
     def quarantine_pages(self, group: Group, chain: Chain, page_class: int, tier: int, row: int) -> None:
         """Takes a copy of unknown fate away from its span; the pages wait for the mover's end."""

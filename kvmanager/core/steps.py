@@ -63,7 +63,7 @@ def _stored(engine: Engine, number: int) -> StepDone:
 
 
 def _check_fence(engine: Engine, event: Step) -> None:
-    if not set(event.fence) <= set(engine.attaches):
+    if not event.fence.keys() <= engine.attaches.keys():
         strange = sorted(set(event.fence) - set(engine.attaches))
         raise InvalidArgument(f"the fence names attach ids {strange} that are not of engine {engine.name!r}")
     for attach_id, value in event.fence.items():
@@ -73,7 +73,7 @@ def _check_fence(engine: Engine, event: Step) -> None:
                 f"the fence of attach {attach_id} goes back from {before} to {value}: values of a timeline only rise"
             )
     needed = bool(event.progress or event.closes or not engine.covered.empty)
-    if needed and set(event.fence) != set(engine.attaches):
+    if needed and event.fence.keys() != engine.attaches.keys():
         raise InvalidArgument(
             f"the fence names {len(event.fence)} of {len(engine.attaches)} attached ranks; progress needs all of them"
         )

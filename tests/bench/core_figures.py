@@ -36,6 +36,7 @@ from kvmanager.core.events import (
 from kvmanager.core.node import Node
 from kvmanager.core.prefix import PrefixIndex
 from kvmanager.core.spans import NO_SPAN, SpanTable
+from kvmanager.geometry import TokenOrder
 from kvmanager.groups import core_limits, plan_memory
 from kvmanager.protos import kvmanager_pb2 as pb
 from tests.bench.figure import Figure, median_s
@@ -225,7 +226,7 @@ def _index_of(sessions: dict[int, int]) -> PrefixIndex:
     for session, tokens in sessions.items():
         keys, spans = session_keys(session, tokens), tokens // SPAN_TOKENS
         firsts = np.arange(spans, dtype=np.int64) * SPAN_TOKENS
-        rows = table.add_many(firsts, np.full(spans, RANKS, np.int32), np.ones(spans, np.int32), 0)
+        rows = table.add_many(firsts, TokenOrder(RANKS, 1), 0)
         table.keys.put(rows, np.frombuffer(keys, np.uint8).reshape(spans, RANKS * KEY_BYTES))
         table.valid[rows] = RANKS
         index.publish_run(rows, NO_SPAN)

@@ -108,8 +108,9 @@ class SpanMachine(RuleBasedStateMachine):
     def add(self, widths: list[int], together: bool) -> None:
         orders = [TokenOrder(width, 1) for width in widths]
         if together:
-            columns = np.array(widths, np.int32), np.ones(len(widths), np.int32)
-            rows = self.real.add_many(np.arange(len(widths)), *columns, 7, 3, 5).tolist()
+            widths = [widths[0]] * len(widths)
+            orders = [orders[0]] * len(widths)
+            rows = self.real.add_many(np.arange(len(widths)), orders[0], 7, 3, 5).tolist()
         else:
             rows = [self.real.add(i, order, 7, 3, 5) for i, order in enumerate(orders)]
         assert not set(rows) & set(self.copies), "a live row was handed out"

@@ -76,10 +76,9 @@ def twins() -> tuple[SpanTable, SpanTable]:
 def test_many_are_added_as_one_after_the_other(count):
     one, other = twins()
     firsts = np.arange(count) * 16
-    orders = [TokenOrder(8, 1) if i % 3 else SEQUENTIAL for i in range(count)]
-    segments = np.array([order.segments for order in orders], np.int32)
-    rows = other.add_many(firsts, segments, np.ones(count, np.int32), 5, 2, 7)
-    assert rows.tolist() == [one.add(int(f), o, 5, 2, 7) for f, o in zip(firsts, orders, strict=True)]
+    order = TokenOrder(8, 1)
+    rows = other.add_many(firsts, order, 5, 2, 7)
+    assert rows.tolist() == [one.add(int(first), order, 5, 2, 7) for first in firsts]
     rows = np.append(rows, other.add(0, SEQUENTIAL, 6))
     assert one.add(0, SEQUENTIAL, 6) == rows[-1]
     for name in ("parent", "children", "first_token", "segments", "interleave", "valid", "pins", "busy", "last_used",
