@@ -187,6 +187,8 @@ class Pool:
 
     def _whole_slabs(self, page_class: str, pages: PageArray, at: PageArray, steps: int) -> npt.NDArray[np.int64]:
         """Slabs of the class that have given all their pages after each step, int64[steps]."""
+        if self.per_slab(page_class) == 1:
+            return np.cumsum(np.bincount(at, minlength=steps))
         slabs = pages // self.per_slab(page_class)
         last = np.full(self.slabs, -1, np.int64)
         np.maximum.at(last, slabs, at)

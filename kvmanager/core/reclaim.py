@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmanager.allocators.fixed import PageArray
-from kvmanager.core.eviction import Candidates
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import Pool, Want
-from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
+from kvmanager.core.ranking import Ranking, policy_ranks
+from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, READY
 from kvmanager.core.spec import MissCosts
 from kvmanager.core.tenants import goes_last, kept, span_units
 
@@ -55,7 +55,7 @@ def _led_to(parent: npt.NDArray[np.int32], rows: BoolArray) -> BoolArray:
 def clean(chain: Chain, page_class: int) -> BoolArray:
     """Spans whose device copy of a class has a complete host copy beside it (bool[rows])."""
     copies = chain.table.copies[page_class]
-    both: BoolArray = (copies[DEVICE] == CopyState.READY) & (copies[HOST] == CopyState.READY)
+    both: BoolArray = (copies[DEVICE] == READY) & (copies[HOST] == READY)
     return both
 
 
@@ -89,48 +89,31 @@ def _in_pool(chain: Chain, pool: Pool) -> list[tuple[int, int]]:
 def reclaimable_slabs(group: Group, pool: Pool) -> int:
     """Slabs that `make_room` could free now: all their pages belong to spans that may lose them."""
     counts: dict[str, npt.NDArray[np.int64]] = {}
+    total = 0
     for chain in group.chains:
         table = chain.table
+        pairs = _in_pool(chain, pool)
+        if not pairs:
+            continue
         may_go = evictable(chain)
         keeps = kept(group, chain, group.asker, idle(chain))
-        for page_class, tier in _in_pool(chain, pool):
+        for page_class, tier in pairs:
             name = chain.spec.classes[page_class].name
-            rows = may_go & (table.copies[page_class, tier] == CopyState.READY)
-            rows |= droppable(chain, page_class, tier)
+            rows = may_go & (table.copies[page_class, tier] == READY)
+            if chain.has_host(page_class):
+                rows |= droppable(chain, page_class, tier)
             if keeps is not None:
                 rows &= ~keeps
+            if pool.per_slab(name) == 1:
+                total += int(chain.widths(np.flatnonzero(rows)).sum())
+                continue
             pages = table.pages[page_class, tier, rows].ravel()
             found = np.bincount(pages[pages != NO_PAGE] // pool.per_slab(name), minlength=pool.slabs)
             counts[name] = counts.get(name, 0) + found
-    total = 0
     for name, count in counts.items():
         used = pool.used_in_slabs(name)
         total += int(((used > 0) & (count == used)).sum())
     return total
-
-
-def children_first(
-    order: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], parent: npt.NDArray[np.int32]
-) -> npt.NDArray[np.int64]:
-    """The order, changed as little as needed so that no candidate comes before one below it.
-
-    `order`: permutation of `rows`; `parent`: of every span. Policies rank by session, and sessions may meet on a
-    path in ways that their labels don't show; then a parent waits for its child.
-    """
-    place = np.empty(len(rows))
-    place[order] = np.arange(len(rows))
-    where = np.full(len(parent) + 1, -1)
-    where[rows] = np.arange(len(rows))
-    above = where[parent[rows]]  # NO_SPAN reads the last entry: none
-    below = np.flatnonzero(above >= 0)
-    moved = False
-    while True:
-        early = below[place[above[below]] < place[below]]
-        if len(early) == 0:
-            break
-        moved = True
-        np.maximum.at(place, above[early], place[early] + 0.5 / len(rows))
-    return np.argsort(place, kind="stable") if moved else order
 
 
 @dataclass(frozen=True)
@@ -150,6 +133,21 @@ class Losses:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+
+@dataclass(frozen=True)
+class _RankedLosses:
+    """Losses that are put in order only as far as they are asked for. stays: bool, over all spans."""
+
+    ranking: Ranking
+    stays: BoolArray
+
+    def first(self, count: int) -> Losses:
+        rows = self.ranking.first(count)
+        return Losses(rows, self.stays[rows])
+
+    def __len__(self) -> int:
+        return len(self.ranking)
 
 
 NO_LOSSES = Losses(np.empty(0, np.int64), np.empty(0, bool))
@@ -235,48 +233,35 @@ class Reclaimer:
         self.lose(chain, pool, losses)
         return enough
 
-    def _enough(self, chain: Chain, pool: Pool, want: Want, losses: Losses) -> tuple[Losses, bool]:
+    def _enough(
+        self, chain: Chain, pool: Pool, want: Want, losses: Losses | _RankedLosses
+    ) -> tuple[Losses, bool]:
         """As few of the losses as make the want fit, or all that can be had, and whether it fits then."""
         # The first few are looked at alone: mostly they will do, and the others may be ten thousands.
-        some = 2 * pool.lacking_slabs(want)
-        for candidates in (losses.first(some), losses):
-            had = _in_turn(chain, candidates)
+        for some in (2 * pool.lacking_slabs(want), len(losses)):
+            had = _in_turn(chain, losses.first(some))
             given = _given(chain, _in_pool(chain, pool), had)
             enough = pool.gives_until_fit(want, given, len(had))
             if enough <= len(had):
                 return had.first(enough), True
         return had, False
 
-    def _ordered(
+    def _ranking(
         self, chain: Chain, rows: BoolArray, stays: BoolArray, reloadable: BoolArray, pool: Pool | None = None
-    ) -> RowArray:
-        """The rows as the policy ranks them, first victim first; int64. All arguments are bool, over all spans.
+    ) -> Ranking:
+        """The rows as the policy ranks them, first victim first. All arguments are bool, over all spans.
 
         A span that `stays` in the other tier need not wait for those below it.
         """
-        index, table = np.flatnonzero(rows), chain.table
-        owner = table.owner[index]
-        numbers, which = np.unique(owner, return_inverse=True)
-        rate = self._group.sessions.indexes(numbers, self._now())[which.reshape(-1)]
-        spared = reloadable[index]
-        candidates = Candidates(
-            table.last_used[index],
-            table.first_token[index],
-            owner,
-            table.dead[index],
-            rate,
-            spared,
-            np.where(spared, self._costs.reload_s, self._costs.prefill_s),
-        )
-        parent = np.where(stays[table.parent], NO_SPAN, table.parent)
-        order = children_first(self._group.policy(candidates), index, parent)
-        ranked: RowArray = index[order]
-        if pool is not None and self._group.tenants.limited:
+        index, table, group = np.flatnonzero(rows), chain.table, self._group
+        rank = policy_ranks(group.policy, group.sessions, self._costs, table, index, reloadable[index], self._now())
+        if pool is not None and group.tenants.limited:
             # Trees of two tenants share no span, so that children stay before their parents.
-            ranked = ranked[np.argsort(goes_last(self._group, pool, table.namespace[ranked]), kind="stable")]
-        return ranked
+            rank += goes_last(group, pool, table.namespace[index]) * (rank.max(initial=0) + 1)
+        parent = np.where(stays[table.parent], NO_SPAN, table.parent) if stays.any() else table.parent
+        return Ranking(table, index, rank, parent)
 
-    def _losses(self, chain: Chain, pool: Pool, newcomers: RowArray = NO_LOSSES.rows) -> Losses:
+    def _losses(self, chain: Chain, pool: Pool, newcomers: RowArray = NO_LOSSES.rows) -> Losses | _RankedLosses:
         """All that could give pages of the pool, in order; spans with a copy in the other tier lose only this one.
 
         On the host redundant copies go first, those first that will be on the device longest. `newcomers`: spans that
@@ -293,18 +278,20 @@ class Reclaimer:
         rows[newcomers] = True
         on_device = any(tier == DEVICE for _, tier in pairs)
         # What only the device holds besides will need its host copy again: it is no cheaper to lose than the last one.
-        ordered = self._ordered(chain, rows, stays, stays if on_device else np.zeros(len(stays), bool), pool)
-        if not on_device:
-            first = chain.table.redundant[ordered] & stays[ordered]
-            ordered = np.concatenate((ordered[first][::-1], ordered[~first]))
+        ranking = self._ranking(chain, rows, stays, stays if on_device else np.zeros(len(stays), bool), pool)
+        redundant = chain.table.redundant & stays & rows
+        if on_device or not redundant.any():
+            return _RankedLosses(ranking, stays)
+        ordered = ranking.first(len(ranking))
+        first = redundant[ordered]
+        ordered = np.concatenate((ordered[first][::-1], ordered[~first]))
         return Losses(ordered, stays[ordered])
 
-    def _leaves(self, chain: Chain, pool: Pool) -> Losses:
+    def _leaves(self, chain: Chain, pool: Pool) -> _RankedLosses:
         """All that could be forgotten for pages of the pool, in order."""
         rows = self._reachable(chain, pool)
         none = np.zeros(len(rows), bool)
-        ordered = self._ordered(chain, rows, none, none, pool)
-        return Losses(ordered, none[ordered])
+        return _RankedLosses(self._ranking(chain, rows, none, none, pool), none)
 
     def give_back(self, pool: Pool, tenant: int, units: int) -> None:
         """A tenant's own cached spans go, in the policy's order, until it holds so many units of the pool less.
@@ -318,7 +305,7 @@ class Reclaimer:
                 spare = own & droppable(chain, page_class, tier)
                 units = self._give_copies(chain, pool, page_class, tier, spare, units)
             none = np.zeros(len(own), bool)
-            ordered = self._ordered(chain, own, none, none)
+            ordered = self._ranking(chain, own, none, none).first(int(own.sum()))
             given = span_units(chain, pool, ordered)
             # A parent without pages here may have to stay; children go with those that stand before one that has some.
             enough = int(np.searchsorted(np.cumsum(given), units)) + 1 if units > 0 else 0
@@ -332,7 +319,7 @@ class Reclaimer:
         if units <= 0 or not rows.any():
             return units
         none = np.zeros(len(rows), bool)
-        ordered = self._ordered(chain, rows, rows, none)
+        ordered = self._ranking(chain, rows, rows, none).first(int(rows.sum()))
         each = pool.spaces[chain.spec.classes[page_class].name].units
         given = np.cumsum(chain.widths(ordered) * each)
         enough = int(np.searchsorted(given, units)) + 1
@@ -346,7 +333,7 @@ class Reclaimer:
         some = np.zeros(len(chain.table.live), bool)
         none = some.copy()
         some[rows] = True
-        return self._ordered(chain, some, none, none)[:count]
+        return self._ranking(chain, some, none, none).first(count)
 
     def room_for(
         self, chain: Chain, pool: Pool, page_class: str, newcomers: RowArray
@@ -357,7 +344,8 @@ class Reclaimer:
         """
         if any(_in_pool(other, pool) for other in self._group.chains if other is not chain):
             return None
-        ranked = self._losses(chain, pool, newcomers)
+        losses = self._losses(chain, pool, newcomers)
+        ranked = losses.first(len(losses))
         asks = np.isin(ranked.rows, newcomers)
         place = np.empty(len(chain.table.live), np.int64)
         place[ranked.rows] = np.arange(len(ranked))
@@ -400,7 +388,7 @@ class Reclaimer:
         table = chain.table
         held = np.zeros(len(table.live), bool)
         for page_class, tier in _in_pool(chain, pool):
-            held |= table.copies[page_class, tier] == CopyState.READY
+            held |= table.copies[page_class, tier] == READY
         # A leaf without pages here may stand before a parent that has some.
         rows = evictable(chain)
         keeps = kept(self._group, chain, self._group.asker, idle(chain))

@@ -260,7 +260,12 @@ class SessionBook:
         return {reason: count / total for reason, count in seen.items()}
 
     def _gap_scale(self, reason: str) -> LogScale:
-        return self._gaps.setdefault(reason, LogScale(_FEATURES, _USUAL_GAP_LOG_S))
+        if reason not in self._gaps:
+            self._gaps[reason] = LogScale(_FEATURES, _USUAL_GAP_LOG_S)
+        return self._gaps[reason]
 
     def _rest(self, reason: str, previous_gap_bin: int) -> WaitHistogram:
-        return self._gap_rest.setdefault((reason, previous_gap_bin), WaitHistogram())
+        kind = reason, previous_gap_bin
+        if kind not in self._gap_rest:
+            self._gap_rest[kind] = WaitHistogram()
+        return self._gap_rest[kind]

@@ -5,8 +5,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from kvmanager.core.eviction import Candidates, leaf_first_lru
 from kvmanager.core.prefix import PrefixIndex
+from kvmanager.core.ranking import Ranking
 from kvmanager.core.spans import NO_SPAN, SpanTable
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 
@@ -105,19 +105,9 @@ def test_parents_are_never_older_than_their_children(tree):
     assert tree.table.last_used[[one, two, three]].tolist() == [1, 1, 1]
     tree.index.touch([three], 7)
     assert tree.table.last_used[[one, two, three]].tolist() == [7, 7, 7]
-    rows, table = [one, two, three], tree.table
-    order = leaf_first_lru(
-        Candidates(
-            table.last_used[rows],
-            table.first_token[rows],
-            table.owner[rows],
-            table.dead[rows],
-            np.zeros(3),
-            np.zeros(3, bool),
-            np.ones(3),
-        )
-    )
-    assert order.tolist() == [2, 1, 0]
+    rows = np.array([one, two, three])
+    ranking = Ranking(tree.table, rows, np.zeros(3, np.int64), tree.table.parent)
+    assert ranking.first(3).tolist() == [three, two, one]
 
 
 def test_a_span_with_children_can_not_leave(tree):
