@@ -212,11 +212,11 @@ class Error(_message.Message):
     pool: _builtins.str
     """name of the pool that has no room; empty for other reasons"""
     needed: _builtins.int
-    """count of that pool's pages (slabs where it has any) that were asked for"""
+    """count of that pool's slabs that were asked for (where it has no slabs: of pages)"""
     free: _builtins.int
-    """count of that pool's pages or slabs free or reclaimable now"""
+    """count of its slabs (or pages) free or reclaimable now"""
     holder: _builtins.str
-    """who holds the most of it, as `engine/request (n spans)`; empty: not known"""
+    """up to three that hold the most of it, as `name (n pages), ...`; empty: not known"""
     retry_after_ns: _builtins.int
     """nanoseconds to wait before a retry, a hint; 0: retrying unchanged can't help"""
     def __init__(
