@@ -15,12 +15,11 @@ import importlib
 import io
 import pickle
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from operator import attrgetter
 from pathlib import Path
-from types import ModuleType, UnionType
-from typing import Any, Final, get_args, get_origin, get_type_hints
+from types import ModuleType
+from typing import Any, Final, get_args
 
 import numpy as np
 
@@ -30,11 +29,15 @@ from kvmanager.core.eviction import POLICIES, Policy
 from kvmanager.core.spec import GroupSpec, Limits
 from kvmanager.core.state import State
 from kvmanager.errors import InvariantViolation
+from kvmanager.flatvalues import Flat, is_value
 
 _PROTOCOL: Final = 5
 _FIRST_CODE: Final = 0x4000
 """First of our copyreg extension codes: a class takes three bytes in a record."""
-_SEED: Final = b"kvmanager.journal/1"
+_SEED: Final = b"kvmanager.journal/2"
+_LARGE_BYTES: Final = 4096
+"""Arrays from here on are written where they lie."""
+Buffer = bytes | bytearray | memoryview
 
 
 def _modules(package: ModuleType) -> list[ModuleType]:
@@ -73,79 +76,27 @@ def _numpy_names() -> dict[tuple[str, str], Any]:
 
 _NUMPY: Final = _numpy_names()
 
-for _number, (_module, _name) in enumerate(_CLASSES, _FIRST_CODE):
+for _number, (_module, _name) in enumerate([*_CLASSES, (__name__, "_value")], _FIRST_CODE):
     copyreg.add_extension(_module, _name, _number)
 
 
-def _is_value(kind: type) -> bool:
-    """A frozen dataclass that its fields make up: stored as a call with them."""
-    if not dataclasses.is_dataclass(kind):
-        return False
-    frozen: bool = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    return frozen and all(field.init and not field.kw_only for field in dataclasses.fields(kind))
+_EVENTS: Final = [Flat(kind) for kind in sorted(get_args(Event), key=lambda kind: str(kind.__name__))]
+_EVENT_CODES: Final[dict[type, int]] = {flat.kind: code for code, flat in enumerate(_EVENTS)}  # type: ignore[misc]
+_VALUES: Final = [Flat(kind) for kind in _CLASSES.values() if is_value(kind)]
 
 
-def _reducer(kind: type) -> Callable[[Any], tuple[type, tuple[Any, ...]]]:
-    names = [field.name for field in dataclasses.fields(kind)]
-    if len(names) > 1:
-        several = attrgetter(*names)
-        return lambda value: (kind, several(value))
-    return lambda value: (kind, tuple(getattr(value, name) for name in names))
+def _value(code: int, *parts: Any) -> Any:
+    """Stands in a snapshot for the value class of that number."""
+    return _VALUES[code].unpack(parts)
 
 
-class _Flat:
-    """A value as a tuple of its fields, values within it likewise: naming a class in a record costs more than all else.
-
-    Fields of other types stay as they are.
-    """
-
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
-        names = [field.name for field in dataclasses.fields(kind)]
-        hints = get_type_hints(kind)
-        self._get: Callable[[Any], tuple[Any, ...]] = (
-            attrgetter(*names) if len(names) > 1 else lambda value: tuple(getattr(value, name) for name in names)
-        )
-        found = [(place, *_nested(hints[name])) for place, name in enumerate(names)]
-        self._nested = [(place, _Flat(kind), many) for place, kind, many in found if kind is not None]
-
-    def pack(self, value: Any) -> tuple[Any, ...]:
-        """The fields."""
-        if not self._nested:
-            return self._get(value)
-        parts = list(self._get(value))
-        for place, flat, many in self._nested:
-            part = parts[place]
-            if part:
-                parts[place] = tuple(map(flat.pack, part)) if many else flat.pack(part)
-        return tuple(parts)
-
-    def unpack(self, parts: tuple[Any, ...]) -> Any:
-        """The value again."""
-        if not self._nested:
-            return self.kind(*parts)
-        fields = list(parts)
-        for place, flat, many in self._nested:
-            part = fields[place]
-            if part:
-                fields[place] = tuple(map(flat.unpack, part)) if many else flat.unpack(part)
-        return self.kind(*fields)
+def _reducer(code: int, flat: Flat) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda value: (_value, (code, *flat.pack(value)))
 
 
-def _nested(hint: Any) -> tuple[type | None, bool]:
-    """(the value class that a field holds, whether it holds many of it); (None, False) for other fields."""
-    arguments = get_args(hint)
-    if get_origin(hint) is tuple and len(arguments) == 2 and arguments[1] is Ellipsis and _is_value(arguments[0]):
-        return arguments[0], True
-    if get_origin(hint) is UnionType and len(arguments) == 2 and arguments[1] is type(None) and _is_value(arguments[0]):
-        return arguments[0], False
-    return (hint, False) if isinstance(hint, type) and _is_value(hint) else (None, False)
-
-
-_EVENTS: Final = [_Flat(kind) for kind in sorted(get_args(Event), key=lambda kind: str(kind.__name__))]
-_EVENT_CODES: Final[dict[type, int]] = {flat.kind: code for code, flat in enumerate(_EVENTS)}
 _REDUCERS: Final[dict[type, Callable[[Any], Any]]] = {
-    kind: _reducer(kind) for kind in _CLASSES.values() if _is_value(kind)
+    flat.kind: _reducer(code, flat)  # type: ignore[misc]
+    for code, flat in enumerate(_VALUES)
 }
 
 
@@ -155,6 +106,7 @@ def _fixed(name: str) -> Any:
 
 
 _FIXED: Final = (_fixed.__module__, _fixed.__qualname__)
+_VALUE: Final = (_value.__module__, _value.__qualname__)
 
 
 def _schema() -> str:
@@ -219,13 +171,27 @@ class Codec:
         self._pickler.dump((now, code, *_EVENTS[code].pack(event)))
         return buffer.getbuffer()
 
-    def state_bytes(self, state: State) -> bytes:
-        """A whole state, between two events."""
-        buffer = io.BytesIO()
-        pickler = pickle.Pickler(buffer, _PROTOCOL)
+    def state_parts(self, state: State) -> list[Buffer]:
+        """A whole state, between two events: what to write, in order. Large arrays are not copied.
+
+        Two lengths of 8 bytes a large array and one for all else come first, then the arrays, each padded to 8 bytes.
+        """
+        arrays: list[memoryview] = []
+
+        def in_stream(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.nbytes < _LARGE_BYTES:
+                return True
+            arrays.append(raw)
+            return False
+
+        stream = io.BytesIO()
+        pickler = pickle.Pickler(stream, _PROTOCOL, buffer_callback=in_stream)
         pickler.dispatch_table = self._table
         pickler.dump(state)
-        return buffer.getvalue()
+        parts = [*arrays, stream.getbuffer()]
+        index = np.array([len(arrays), *(part.nbytes for part in parts)], "<u8").tobytes()
+        return [index, *(padded for part in parts for padded in (part, bytes(-part.nbytes % 8)) if len(padded))]
 
     def event(self, stored: bytes | memoryview) -> tuple[int, Event]:
         """(now, event). Raises InvariantViolation for bytes that name something else than the core's classes."""
@@ -233,21 +199,27 @@ class Codec:
         return parts[0], _EVENTS[parts[1]].unpack(parts[2:])
 
     def state(self, stored: bytes) -> State:
-        """A state as it was. Raises InvariantViolation likewise."""
-        state = self._read(stored)
+        """A state as it was, of `state_parts`. Raises InvariantViolation likewise."""
+        count = int(np.frombuffer(stored, "<u8", 1)[0])
+        at = 8 * (count + 2)
+        parts = []
+        for size in np.frombuffer(stored, "<u8", count + 1, 8).tolist():
+            parts.append(bytearray(stored[at : at + size]))
+            at += size + -size % 8
+        state = self._read(parts.pop(), parts)
         if not isinstance(state, State):
             raise InvariantViolation(f"the journal's snapshot holds a {type(state).__name__}")
         return state
 
-    def _read(self, stored: bytes | memoryview) -> Any:
-        return _Reader(io.BytesIO(stored), self._fixed_parts).load()
+    def _read(self, stored: Buffer, arrays: Sequence[bytearray] = ()) -> Any:
+        return _Reader(io.BytesIO(stored), self._fixed_parts, arrays).load()
 
 
 class _Reader(pickle.Unpickler):
     """Finds what is allowed, by name; nothing else can be reached from stored bytes."""
 
-    def __init__(self, file: io.BytesIO, fixed_parts: dict[str, Any]) -> None:
-        super().__init__(file)
+    def __init__(self, file: io.BytesIO, fixed_parts: dict[str, Any], arrays: Sequence[bytearray]) -> None:
+        super().__init__(file, buffers=arrays)
         self._fixed_parts = fixed_parts
 
     def find_class(self, module: str, name: str) -> Any:
@@ -255,6 +227,8 @@ class _Reader(pickle.Unpickler):
         key = (module, name)
         if key == _FIXED:
             return self._fixed_parts.__getitem__
+        if key == _VALUE:
+            return _value
         for allowed in (_CLASSES, _OTHERS, _NUMPY):
             if key in allowed:
                 return allowed[key]

@@ -69,7 +69,8 @@ class _Walk:
         elif isinstance(value, (set, frozenset)):
             self._put(name, repr(sorted(value)).encode())
         elif is_dataclass(value):
-            self.attributes(value, {field.name: getattr(value, field.name) for field in fields(value)})
+            compared = [field.name for field in fields(value) if field.compare]  # others follow from these
+            self.attributes(value, {name: getattr(value, name) for name in compared})
         elif isinstance(value, Exception):
             self.attributes(value, {"args": value.args, **vars(value)})
         else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +42,15 @@ class WaitHistogram:
     """
 
     counts: Float64Array = field(default_factory=lambda: np.ones(len(SCALED_EDGES) + 1))
-    _rates: Float64Array | None = None
-    _worths: Float64Array | None = None
+    _rates: Float64Array | None = field(default=None, compare=False)
+    _worths: Float64Array | None = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what follows from the rest."""
+        return {"counts": self.counts}
+
+    def __setstate__(self, stored: dict[str, Any]) -> None:
+        vars(self).update(stored, _rates=None, _worths=None)
 
     def add(self, scaled: float) -> None:
         """It happened after `scaled` times its scale."""
