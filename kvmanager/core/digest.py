@@ -25,6 +25,14 @@ def state_digest(state: State) -> str:
     return walk.hash.hexdigest()
 
 
+def _never_changes(value: Any) -> bool:
+    """Whether nobody can tell it from an equal one."""
+    if isinstance(value, (tuple, frozenset)):
+        return True
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    return parameters is not None and bool(parameters.frozen)
+
+
 class _Walk:
     """Feeds values to a hash; something mutable that was met before is named by its number."""
 
@@ -52,10 +60,11 @@ class _Walk:
         self.hash.update(content)
 
     def _composite(self, value: Any) -> None:
-        number = self._met.setdefault(id(value), len(self._met))
-        if number != len(self._met) - 1 and not isinstance(value, (tuple, frozenset)):
-            self._put("met", b"%d" % number)
-            return
+        if not _never_changes(value):
+            number = self._met.setdefault(id(value), len(self._met))
+            if number != len(self._met) - 1:
+                self._put("met", b"%d" % number)
+                return
         name = type(value).__name__
         if isinstance(value, dict):
             self._put(name, b"%d" % len(value))
