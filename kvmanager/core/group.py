@@ -83,10 +83,10 @@ class Chain:
 
     def widths(self, rows: RowArray | list[int]) -> RowArray:
         """Page indexes of one class that each span takes, int64[rows]."""
-        segments = self.table.segments[as_range(np.asarray(rows, np.int64))].astype(np.int64)
-        if self.spec.placement is Placement.REPLICATED:
-            return segments
-        return segments // self.spec.ranks
+        segments = self.table.segments[as_range(np.asarray(rows, np.int64))]
+        if self.spec.placement is not Placement.REPLICATED and self.spec.ranks > 1:
+            segments = segments // self.spec.ranks
+        return segments.astype(np.int64)
 
     def absent(self, page_class: int, tier: int, rows: RowArray | Sequence[int]) -> RowArray:
         """Those of the spans that have no copy of a class in a tier, int64."""

@@ -349,7 +349,7 @@ class PrefixIndex:
             return
         assert table.published[rows].all()
         parents = table.parent[rows]
-        np.subtract.at(table.children, parents[parents != NO_SPAN], 1)
+        np.subtract.at(table.children, parents[parents != NO_SPAN], np.int32(1))  # typed: many times faster
         assert not table.children[rows].any()
         table.published[rows] = False
         table.parent[rows] = NO_SPAN

@@ -86,6 +86,13 @@ def _in_pool(chain: Chain, pool: Pool) -> list[tuple[int, int]]:
     return [(c, tier) for c, tier in pairs if chain.pool(c, tier) is pool]
 
 
+def _kept(group: Group, chain: Chain) -> BoolArray | None:
+    """Spans that are not to be had for the tenant that asks; None where no tenant has a floor (bool[rows])."""
+    if not any(spec.floor for spec in group.tenants.specs):
+        return None
+    return kept(group, chain, group.asker, idle(chain))
+
+
 def reclaimable_slabs(group: Group, pool: Pool) -> int:
     """Slabs that `make_room` could free now: all their pages belong to spans that may lose them."""
     counts: dict[str, npt.NDArray[np.int64]] = {}
@@ -96,7 +103,7 @@ def reclaimable_slabs(group: Group, pool: Pool) -> int:
         if not pairs:
             continue
         may_go = evictable(chain)
-        keeps = kept(group, chain, group.asker, idle(chain))
+        keeps = _kept(group, chain)
         for page_class, tier in pairs:
             name = chain.spec.classes[page_class].name
             rows = may_go & (table.copies[page_class, tier] == READY)
@@ -237,8 +244,9 @@ class Reclaimer:
         self, chain: Chain, pool: Pool, want: Want, losses: Losses | _RankedLosses
     ) -> tuple[Losses, bool]:
         """As few of the losses as make the want fit, or all that can be had, and whether it fits then."""
-        # The first few are looked at alone: mostly they will do, and the others may be ten thousands.
-        for some in (2 * pool.lacking_slabs(want), len(losses)):
+        # As few as can do are looked at first: mostly they will, and the others may be ten thousands.
+        lacking = pool.lacking_slabs(want)
+        for some in (lacking, 4 * lacking, len(losses)):
             had = _in_turn(chain, losses.first(some))
             given = _given(chain, _in_pool(chain, pool), had)
             enough = pool.gives_until_fit(want, given, len(had))
@@ -271,7 +279,7 @@ class Reclaimer:
         stays = np.zeros(len(chain.table.live), bool)
         for page_class, tier in pairs:
             stays |= droppable(chain, page_class, tier)
-        keeps = kept(self._group, chain, self._group.asker, idle(chain))
+        keeps = _kept(self._group, chain)
         if keeps is not None:
             stays &= ~keeps
         rows = stays | self._reachable(chain, pool)
@@ -391,7 +399,7 @@ class Reclaimer:
             held |= table.copies[page_class, tier] == READY
         # A leaf without pages here may stand before a parent that has some.
         rows = evictable(chain)
-        keeps = kept(self._group, chain, self._group.asker, idle(chain))
+        keeps = _kept(self._group, chain)
         if keeps is not None:
             rows &= ~keeps
         return self._leads_to(chain, rows & held, rows)
@@ -411,7 +419,9 @@ class Reclaimer:
 
     def evict(self, chain: Chain, rows: RowArray) -> None:
         """Forgets idle spans, children before their parents: all their copies on all shards together."""
-        assert idle(chain)[rows].all()
+        table = chain.table
+        assert (table.live[rows] & table.published[rows]).all(), "only what is published is evicted"
+        assert not (table.pins[rows].any() or table.busy[rows].any()), "a span in use is evicted"
         chain.index.unpublish_many(rows)
         chain.free_spans(rows)
         self._counters["eviction"] += len(rows)

@@ -280,12 +280,11 @@ class SpanTable:
             for row in rows.tolist():
                 counts[row] += more
             return
-        starts = np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1
-        if len(starts) < len(rows) // 8:
-            for part in np.split(rows, starts):
-                counts[part[0] : part[-1] + 1] += more
+        at = as_range(rows)
+        if isinstance(at, slice):
+            counts[at] += more
         else:
-            np.add.at(counts, rows, more)
+            np.add.at(counts, rows, np.int32(more))  # typed: many times faster
 
     def anchor(self, rows: RowArray) -> None:
         """Says that one pin of each row needs none of its copies (a row may be named twice)."""

@@ -90,11 +90,9 @@ def used_units(group: Group, pool: Pool, tenant: int) -> int:
     return total
 
 
-def kept(group: Group, chain: Chain, asker: int, idle: BoolArray) -> BoolArray | None:
-    """Idle spans that are not to be had for `asker`: others' below their floors. None: nothing is kept (bool[rows])."""
+def kept(group: Group, chain: Chain, asker: int, idle: BoolArray) -> BoolArray:
+    """Idle spans that are not to be had for `asker`: others' below their floors (bool[rows])."""
     tenants = group.tenants
-    if not any(spec.floor for spec in tenants.specs):
-        return None
     table = chain.table
     keeps = np.zeros(len(table.live), bool)
     rows = np.flatnonzero(idle)
