@@ -122,7 +122,8 @@ def _as_u32(tokens: TokenArray) -> npt.NDArray[np.uint32]:
     array = np.asarray(tokens)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise InvalidArgument(f"token ids must be a vector of integers, not {array.dtype}{list(array.shape)}")
-    if array.size and (int(array.min()) < 0 or int(array.max()) >> 32):
+    # All bits that occur: a negative one has the sign's, a large one those above 32.
+    if array.size and int(np.bitwise_or.reduce(array)) >> 32:
         bad = array[(array < 0) | (array >> 32 != 0)]
         raise InvalidArgument(f"token id {int(bad[0])} does not fit 32 bits")
     return array.astype("<u4")
