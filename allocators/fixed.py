@@ -23,12 +23,24 @@ def as_range(indexes: PageArray) -> PageArray | slice:
     return indexes
 
 
+def as_place(indexes: PageArray) -> PageArray | slice | int:
+    """As `as_range`, and a plain number for one index: for writing one value to all of them."""
+    return int(indexes[0]) if len(indexes) == 1 else as_range(indexes)
+
+
 def _expand(starts: PageArray, ends: PageArray) -> PageArray:
     """Every page of the extents, in their order."""
     sizes = ends - starts
     before = np.cumsum(sizes) - sizes
     pages: PageArray = np.arange(int(sizes.sum()), dtype=np.int64) + np.repeat(starts - before, sizes)
     return pages
+
+
+def _inserted(values: PageArray, at: int, value: int) -> PageArray:
+    """The values with one more at a place."""
+    more: PageArray = np.empty(len(values) + 1, np.int64)
+    more[:at], more[at], more[at + 1 :] = values[:at], value, values[at:]
+    return more
 
 
 class FixedPages:
@@ -70,13 +82,15 @@ class FixedPages:
 
     def _take_one(self) -> PageArray:
         """The lowest free page."""
-        page = self._starts[0]
+        starts = self._starts
+        taken = starts[:1].copy()
+        page = int(taken[0])
         self.free -= 1
         if page + 1 == self._ends[0]:
-            self._starts, self._ends = self._starts[1:], self._ends[1:]
+            self._starts, self._ends = starts[1:], self._ends[1:]
         else:
-            self._starts[0] += 1
-        return np.array((page,), np.int64)
+            starts[0] = page + 1
+        return taken
 
     def _cut(self, first: int, last: int, count: int) -> None:
         """Takes extents [first, last) away, and `count` pages from the head of extent `last`."""
@@ -113,18 +127,18 @@ class FixedPages:
         starts, ends = self._starts, self._ends
         assert 0 <= page < self.pages, f"page {page} is not one of {self.pages}"
         at = int(starts.searchsorted(page, side="right"))
-        before = ends[at - 1] if at else -1
+        before = int(ends[at - 1]) if at else -1
         assert before <= page, f"page {page} is free already"
         joins_next = at < len(starts) and starts[at] == page + 1
         if before == page and joins_next:
-            ends[at - 1] = ends[at]
-            self._starts, self._ends = np.delete(starts, at), np.delete(ends, at)
+            self._starts = np.concatenate((starts[:at], starts[at + 1 :]))
+            self._ends = np.concatenate((ends[: at - 1], ends[at:]))
         elif before == page:
-            ends[at - 1] += 1
+            ends[at - 1] = page + 1
         elif joins_next:
-            starts[at] -= 1
+            starts[at] = page
         else:
-            self._starts, self._ends = np.insert(starts, at, page), np.insert(ends, at, page + 1)
+            self._starts, self._ends = _inserted(starts, at, page), _inserted(ends, at, page + 1)
         self.free += 1
 
     def _check_taken(self, starts: PageArray, ends: PageArray) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.allocators.fixed import FixedPages, PageArray, as_range
+from kvmanager.allocators.fixed import FixedPages, PageArray, as_place
 
 UNOWNED = 255
 
@@ -29,6 +29,7 @@ class Slabs:
         self.slabs = slabs
         self.per_slab = dict(per_slab)
         self.classes = tuple(per_slab)
+        self._number = {name: number for number, name in enumerate(per_slab)}
         self._whole = FixedPages(slabs)
         self.owner: npt.NDArray[np.uint8] = np.full(slabs, UNOWNED, np.uint8)
         self._used: dict[str, npt.NDArray[np.int32]] = {c: np.zeros(slabs, np.int32) for c in per_slab}
@@ -65,7 +66,7 @@ class Slabs:
         if slabs is None:
             return None
         places = self._open[page_class]
-        self.owner[slabs] = self.classes.index(page_class)
+        self.owner[slabs] = self._number[page_class]
         places.reshape(-1, per_slab)[slabs] = True
         taken = np.flatnonzero(places)[:count]
         places[taken] = False
@@ -78,17 +79,19 @@ class Slabs:
         """`take` where a page is a whole slab."""
         slabs = self._whole.take(count)
         if slabs is not None:
-            at = as_range(slabs)
-            self.owner[at] = self.classes.index(page_class)
+            at = as_place(slabs)
+            self.owner[at] = self._number[page_class]
             self._used[page_class][at] = 1
         return slabs
 
     def _give_whole(self, page_class: str, pages: PageArray) -> None:
         """`give` where a page is a whole slab. Pages that are free, or of another class, are refused first."""
-        assert pages.min() >= 0, "a page below none"
-        assert pages.max() < self.slabs, "a page beyond all"
-        at = as_range(pages)
-        assert (self.owner[at] == self.classes.index(page_class)).all(), f"pages {pages} are free or of another class"
+        least, most = (pages.min(), pages.max()) if len(pages) > 1 else (pages[0], pages[0])
+        assert least >= 0, "a page below none"
+        assert most < self.slabs, "a page beyond all"
+        at = as_place(pages)
+        ours = self.owner[at] == self._number[page_class]
+        assert ours if isinstance(at, int) else ours.all(), f"pages {pages} are free or of another class"
         self._whole.give(pages)
         self.owner[at] = UNOWNED
         self._used[page_class][at] = 0
@@ -122,7 +125,7 @@ class Slabs:
         assert np.diff(ordered).all(), "a page is given twice in one call"
         free = ordered[self._open[page_class][ordered]]
         assert len(free) == 0, f"pages {free.tolist()} are free already"
-        ours = self.owner[ordered // per_slab] == self.classes.index(page_class)
+        ours = self.owner[ordered // per_slab] == self._number[page_class]
         assert ours.all(), "a page of another class"
 
     def used_in_slabs(self, page_class: str) -> npt.NDArray[np.int32]:

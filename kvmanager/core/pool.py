@@ -20,7 +20,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.allocators.fixed import PageArray, as_range
+from kvmanager.allocators.fixed import PageArray, as_place
 from kvmanager.allocators.slabs import Slabs
 
 
@@ -36,7 +36,8 @@ class PageState(IntEnum):
 
 
 STATES = len(PageState)
-_FREE = int(PageState.FREE)
+_FREE = PageState.FREE  # looking a member up by name takes as long as the work on one page
+_RESERVED = PageState.RESERVED
 _TAKEN = tuple(state for state in PageState if state is not PageState.FREE)
 
 
@@ -62,35 +63,41 @@ class PageSpace:
 
     def move(self, pages: PageArray, source: PageState, target: PageState) -> None:
         """Moves distinct pages from one state to another; any page elsewhere is our own bug."""
-        if len(pages) == 1 and self.state[pages[0]] == int(source):
-            self.state[pages[0]] = target
-            self.counts[source] -= 1
-            self.counts[target] += 1
-            return
-        at = as_range(pages)
+        at = as_place(pages)
         wrong = self.state[at] != int(source)
-        if wrong.any():
+        if wrong if isinstance(at, int) else wrong.any():
             page = int(pages[np.argmax(wrong)])
             found = PageState(int(self.state[page])).name
             raise AssertionError(f"{self.name}: page {page} is {found}, not {source.name}")
-        self.state[at] = target
-        self.counts[source] -= len(pages)
-        self.counts[target] += len(pages)
+        self._put(at, {int(source): len(pages)}, target)
 
     def leave(self, pages: PageArray, target: PageState) -> None:
         """Moves distinct pages to `target` from whatever non-free state each is in."""
-        at = as_range(pages)
+        if len(pages) == 0:
+            return
+        at = as_place(pages)
         held = self.state[at]
-        if len(held) == 1 or (len(held) and (held == held[0]).all()):
-            left = [0] * STATES
-            left[held[0]] = len(held)
+        if isinstance(at, int):
+            left = {int(held): 1}
+        elif (held == held[0]).all():
+            left = {int(held[0]): len(held)}
         else:
-            left = np.bincount(held, minlength=STATES).tolist()
-        assert left[_FREE] == 0, f"{self.name}: a free page can't become {target.name}"
-        self.state[at] = target
-        for state, count in enumerate(left):
+            left = dict(enumerate(np.bincount(held, minlength=STATES).tolist()))
+        assert not left.get(_FREE), f"{self.name}: a free page can't become {target.name}"
+        self._put(at, left, target)
+
+    def _put(self, at: PageArray | slice | int, left: Mapping[int, int], target: PageState) -> None:
+        """The pages there are in `target` now. `left`: state -> how many of them come from it."""
+        number = int(target)
+        self.state[at] = number
+        for state, count in left.items():
             self.counts[state] -= count
-        self.counts[target] += len(pages)
+            self.counts[number] += count
+
+    def new_content(self, pages: PageArray) -> None:
+        """Distinct pages get a new generation."""
+        at = as_place(pages)
+        self.generation[at] += 1
 
 
 @dataclass(frozen=True)
@@ -131,14 +138,14 @@ class Pool:
         if pages is None:
             return None
         space = self.spaces[page_class]
-        space.move(pages, PageState.FREE, PageState.RESERVED)
-        space.generation[as_range(pages)] += 1
+        space.move(pages, _FREE, _RESERVED)
+        space.new_content(pages)
         return pages
 
     def give(self, page_class: str, pages: PageArray) -> None:
         """Frees pages whatever their state was; freeing a free page is our own bug."""
         self._slabs.give(page_class, pages)
-        self.spaces[page_class].leave(pages, PageState.FREE)
+        self.spaces[page_class].leave(pages, _FREE)
 
     def settle(self, page_class: str, pages: PageArray, target: PageState) -> None:
         """Moves pages to `target` from whatever non-free state they are in."""

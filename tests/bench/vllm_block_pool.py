@@ -81,7 +81,20 @@ def measure(pages, pool_pages):
         plain = BlockPool(pool_pages, True, BLOCK_TOKENS)
         blocks = clock.run("plain_take", plain.get_new_blocks, pages)
         clock.run("plain_give", give_back, plain, blocks)
-    return clock.medians()
+    return clock.medians() | {"warm_pair": warm_pair_s(pages, pool_pages)}
+
+
+def warm_pair_s(pages, pool_pages):
+    """Least seconds to take blocks and give them back, over many rounds of as many pairs as take about a millisecond."""
+    pool = BlockPool(pool_pages, True, BLOCK_TOKENS)
+    pairs = max(1, 500 // pages)
+    rounds = []
+    for _ in range(200 if pages == 1 else 20):
+        start = time.thread_time()
+        for _ in range(pairs):
+            give_back(pool, pool.get_new_blocks(pages))
+        rounds.append((time.thread_time() - start) / pairs)
+    return min(rounds)
 
 
 if __name__ == "__main__":
