@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvmanager.core.events import PullTarget
 from kvmanager.core.plans import CopyPlan, Purpose, Rows, StridedCopies, copy_rows
@@ -91,6 +90,32 @@ class TargetClass:
     target: PullTarget
 
 
+@dataclass(frozen=True)
+class _Placed:
+    """Rows of one target in the order of the source pages that they come from, so that a chunk finds its own."""
+
+    layout: KVLayout
+    ordinal: Int64Array
+    slot: Int64Array
+    rows: Rows
+
+    @classmethod
+    def sorted(cls, target: TargetClass, source: SourceRows) -> _Placed:
+        order = np.argsort(source.ordinal, kind="stable")
+        rows = target.target.rows
+        places = Rows(rows.region[order], rows.page[order], rows.slot[order])
+        return cls(target.layout, source.ordinal[order], source.slot[order], places)
+
+    def placement(
+        self, source_layout: KVLayout, ordinals: Int64Array, in_staging: Int64Array
+    ) -> tuple[StridedCopies, ...]:
+        """Copies from staged pages to the places of the positions that lie in them. `ordinals`: ascending."""
+        begin, end = np.searchsorted(self.ordinal, (ordinals[0], ordinals[-1] + 1)).tolist()
+        page = in_staging[np.searchsorted(ordinals, self.ordinal[begin:end])]
+        source = Rows(np.full(end - begin, STAGING_REGION, np.int32), page, self.slot[begin:end])
+        return copy_rows(source_layout, self.layout, source, self.rows[begin:end])
+
+
 def build_chunks(
     pull_id: int,
     source_layout: KVLayout,
@@ -105,10 +130,14 @@ def build_chunks(
     Every position of every target is placed exactly once; a page that holds no wanted position is not read.
     """
     page_bytes = source_layout.page_bytes
-    rows = [locate(source, source_layout.page_rows, t.target.positions) for t in targets]
-    wanted, first = np.unique(np.concatenate([r.ordinal for r in rows]), return_index=True)
-    ranks = np.concatenate([r.rank for r in rows])[first]
-    pages = np.concatenate([r.page for r in rows])[first]
+    ranks, pages = (np.full(int(source.segments.sum()), -1, np.int64) for _ in range(2))
+    parts = []
+    for each in targets:
+        rows = locate(source, source_layout.page_rows, each.target.positions)
+        ranks[rows.ordinal], pages[rows.ordinal] = rows.rank, rows.page
+        parts.append(_Placed.sorted(each, rows))
+    wanted = np.flatnonzero(pages >= 0)
+    ranks, pages = ranks[wanted], pages[wanted]
     bases = np.asarray(addresses, np.uint64)
     chunks = []
     for number, start in enumerate(range(0, len(wanted), staging.chunk_pages)):
@@ -118,8 +147,8 @@ def build_chunks(
         in_staging = np.arange(slot_page, slot_page + count, dtype=np.int64)
         copies = [
             copy
-            for t, r in zip(targets, rows, strict=True)
-            for copy in _placement(source_layout, t, r, wanted[taken], in_staging)
+            for part in parts
+            for copy in part.placement(source_layout, wanted[taken], in_staging)
         ]
         chunks.append(
             pb.PullChunk(
@@ -130,17 +159,3 @@ def build_chunks(
             )
         )
     return chunks
-
-
-def _placement(
-    source_layout: KVLayout, target: TargetClass, rows: SourceRows, ordinals: Int64Array, in_staging: Int64Array
-) -> tuple[StridedCopies, ...]:
-    """Copies from staged pages to the places of the positions that lie in them."""
-    where = np.searchsorted(ordinals, rows.ordinal)
-    here: npt.NDArray[np.bool_] = (where < len(ordinals)) & (
-        ordinals[np.minimum(where, len(ordinals) - 1)] == rows.ordinal
-    )
-    source = Rows(
-        np.full(int(here.sum()), STAGING_REGION, np.int32), in_staging[where[here]], rows.slot[here]
-    )
-    return copy_rows(source_layout, target.layout, source, target.target.rows[here])

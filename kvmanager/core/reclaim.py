@@ -421,7 +421,7 @@ class Reclaimer:
         """Forgets idle spans, children before their parents: all their copies on all shards together."""
         table = chain.table
         assert (table.live[rows] & table.published[rows]).all(), "only what is published is evicted"
-        assert not (table.pins[rows].any() or table.busy[rows].any()), "a span in use is evicted"
+        assert not (table.pins[rows] | table.busy[rows]).any(), "a span in use is evicted"
         chain.index.unpublish_many(rows)
         chain.free_spans(rows)
         self._counters["eviction"] += len(rows)

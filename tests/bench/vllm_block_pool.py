@@ -85,7 +85,7 @@ def measure(pages, pool_pages):
 
 
 def warm_pair_s(pages, pool_pages):
-    """Least seconds to take blocks and give them back, over many rounds of as many pairs as take about a millisecond."""
+    """Least seconds to take blocks and give them back, over many rounds of many pairs."""
     pool = BlockPool(pool_pages, True, BLOCK_TOKENS)
     pairs = max(1, 500 // pages)
     rounds = []
