@@ -10,6 +10,8 @@ from tests.sim.simulate import FINISH, SimReport, Simulation
 from tests.sim.story import tell
 
 MOST_RUNS = 200
+MOST_ACTIONS = 25_000
+"""Done again in all while a history is made smaller: about two minutes."""
 
 
 class Broken(AssertionError):
@@ -33,18 +35,23 @@ def failure(seed: int, actions: list[int]) -> tuple[Simulation, Exception] | Non
     return None
 
 
-def smaller(actions: list[int], fails: Callable[[list[int]], bool], most_runs: int = MOST_RUNS) -> list[int]:
-    """Delta debugging: drops ever smaller pieces while the rest still fails; at most `most_runs` tries."""
-    runs, pieces = 0, 2
-    while len(actions) > 1 and runs < most_runs:
+def smaller(
+    actions: list[int],
+    fails: Callable[[list[int]], bool],
+    most_runs: int = MOST_RUNS,
+    most_actions: int = MOST_ACTIONS,
+) -> list[int]:
+    """Delta debugging: drops ever smaller pieces while the rest still fails; at most so many tries and actions."""
+    runs, done, pieces = 0, 0, 2
+    while len(actions) > 1 and runs < most_runs and done < most_actions:
         size = -(-len(actions) // pieces)
         for start in range(0, len(actions), size):
             rest = actions[:start] + actions[start + size :]
-            runs += 1
+            runs, done = runs + 1, done + len(rest)
             if rest and fails(rest):
                 actions, pieces = rest, max(pieces - 1, 2)
                 break
-            if runs >= most_runs:
+            if runs >= most_runs or done >= most_actions:
                 break
         else:
             if size == 1:
@@ -89,4 +96,5 @@ def simulate(seed: int, events: int) -> SimReport:
     try:
         return simulation.run(events)
     except Exception as error:
+        print(f"seed {seed} ({simulation.kind}), action {simulation.at}: {what(error)}; making it smaller", flush=True)
         raise Broken(broken(simulation, error)) from error

@@ -16,6 +16,9 @@ def test_only_what_is_needed_is_left() -> None:
 
     assert smaller(list(range(100)), fails) == [3, 40, 41]
     assert smaller(list(range(100)), fails, most_runs=5) != [3, 40, 41]
+    tried.clear()
+    assert smaller(list(range(100)), fails, most_actions=150) != [3, 40, 41]
+    assert sum(map(len, tried)) < 250
     assert all(actions == sorted(actions) for actions in tried)
 
 
