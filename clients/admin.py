@@ -61,6 +61,10 @@ class AdminClient:
         """Has the daemon replaced by what is installed now. Raises the daemon's error when that could not go on."""
         return self._call(self._stub.Upgrade, pb.UpgradeRequest(), pb.UpgradeReply)
 
+    def reset(self, group: str) -> pb.ResetReply:
+        """Forgets all that a group has cached, in all tiers; what requests hold goes when they end."""
+        return self._call(self._stub.Reset, pb.ResetRequest(group=group), pb.ResetReply)
+
     def close(self) -> None:
         """Leaves the node."""
         self._channel.close()

@@ -16,6 +16,7 @@ from typing import Final
 
 import grpc
 
+from kvmanager.clients.keys import probe_key
 from kvmanager.errors import DaemonError, KVError, LimitExceeded, NotReady, StaleBoot, Suspect, Unauthorized
 from kvmanager.killpoints import reach
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -125,7 +126,12 @@ class EngineClient:
         self._engine_stub = pb_grpc.EngineStub(channel)
         self._peer_stub = pb_grpc.PeerStub(channel)
         request = pb.RegisterRequest(
-            engine=engine, group=group, namespace=namespace, layout_fingerprints=layout_fingerprints, ranks=ranks
+            engine=engine,
+            group=group,
+            namespace=namespace,
+            layout_fingerprints=layout_fingerprints,
+            ranks=ranks,
+            probe_key=probe_key(namespace),
         )
         try:
             reply = self._engine_stub.Register(request)

@@ -42,6 +42,17 @@ def namespace_seed(namespace: pb.Namespace) -> bytes:
     return digest.digest()
 
 
+def probe_key(namespace: pb.Namespace) -> bytes:
+    """The last key of two segments whose token i is 77 i + 3: what the daemon compares with its own at registration.
+
+    Empty for a hash that is not made here. Raises InvalidArgument as KeyChain does.
+    """
+    if namespace.key_hash != "sha256":
+        return b""
+    chain = KeyChain(namespace)
+    return chain.extend(77 * np.arange(2 * namespace.key_tokens) + 3)[-namespace.key_bytes :]
+
+
 class KeyChain:
     """The keys of one growing token sequence; tokens short of a whole segment wait for the next call."""
 

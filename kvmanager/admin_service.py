@@ -11,6 +11,7 @@ import numpy as np
 from kvmanager import __version__
 from kvmanager.callers import Callers, typed
 from kvmanager.core.audit import ledger_holds
+from kvmanager.core.events import Reset, ResetDone
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.node import Node
 from kvmanager.core.pool import PageState, Pool
@@ -32,7 +33,7 @@ UNASSIGNED = 255
 
 
 class AdminService(pb_grpc.AdminServicer):
-    """Read-only views. `state()` names the node's life: starting, serving, draining."""
+    """Views, and what operators may do. `state()` names the node's life: starting, serving, draining."""
 
     def __init__(
         self,
@@ -124,6 +125,13 @@ class AdminService(pb_grpc.AdminServicer):
         """Every ticket that pins pages."""
         self._callers.who(context, *ROLES)
         return self._loop.inspect(lambda node: _leases(node.state))
+
+    @typed
+    def Reset(self, request: pb.ResetRequest, context: grpc.ServicerContext) -> pb.ResetReply:
+        """Nothing that a group has cached is found any more. Raises InvalidArgument for an unknown group."""
+        self._callers.who(context, "operator")
+        done: ResetDone = self._loop.call(Reset(request.group))
+        return pb.ResetReply(forgotten_spans=done.forgotten_spans, held_spans=done.held_spans)
 
     @typed
     def Upgrade(self, request: pb.UpgradeRequest, context: grpc.ServicerContext) -> pb.UpgradeReply:  # noqa: ARG002

@@ -221,6 +221,17 @@ def leases(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json: A
 
 
 @app.command()
+def reset(
+    group: Annotated[str, typer.Argument(help="A memory group of the node's configuration.")],
+    runtime_dir: RuntimeDir = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Forget all that a group has cached, in HBM and on the host; running requests keep what they hold."""
+    _show(runtime_dir, config, as_json, lambda client: client.reset(group), screens.reset_screen)
+
+
+@app.command()
 def demo(
     as_json: AsJson = False,
     inject_fault: Annotated[bool, typer.Option(help="Corrupt one byte on purpose; the demo must then fail.")] = False,

@@ -28,6 +28,7 @@ from kvmanager.core.events import (
     TurnEnded,
 )
 from kvmanager.errors import InvalidArgument
+from kvmanager.probe import check_probe
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import NO_PAGE, error_to_proto, pack_u32, pack_u64, plan_to_proto, unpack_u32, unpack_u64
 
@@ -62,13 +63,14 @@ def namespace_digest(tenant: str, namespace: pb.Namespace) -> bytes:
 
 
 def register_event(request: pb.RegisterRequest, tenant: str) -> RegisterEngine:
-    """A RegisterRequest as the core's event. Raises InvalidArgument."""
+    """A RegisterRequest as the core's event. Raises InvalidArgument; LayoutMismatch when its keys are not ours."""
     if not request.engine:
         raise InvalidArgument("engine has no name; give it one that stays the same over restarts")
     if request.namespace.key_hash not in KEY_HASHES:
         raise InvalidArgument(
             f"namespace.key_hash {request.namespace.key_hash!r} is not known here; use one of {', '.join(KEY_HASHES)}"
         )
+    check_probe(request.namespace, request.probe_key)
     return RegisterEngine(
         request.engine,
         request.group,

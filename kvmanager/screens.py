@@ -213,6 +213,12 @@ def leases_screen(reply: pb.LeasesReply) -> RenderableType:
     return _or_nothing(table, "no lease")
 
 
+def reset_screen(reply: pb.ResetReply) -> RenderableType:
+    """What was forgotten."""
+    held = f", {reply.held_spans} of them held until requests or copies end" if reply.held_spans else ""
+    return f"{reply.forgotten_spans} spans forgotten{held}"
+
+
 def sizing_screen(sizing: Sizing) -> RenderableType:
     """What a configuration would allocate, what lies beside it, and which groups hold the request asked for."""
     pools = _table("pages", "pool", "ranks", "pages", "a page", "a rank", "unused", "tokens")

@@ -332,12 +332,15 @@ class RegisterRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     LAYOUT_FINGERPRINTS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    PROBE_KEY_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """stable name; a new epoch replaces the old one"""
     group: _builtins.str
     """name of a memory group of the node's configuration"""
     ranks: _builtins.int
     """count of ranks that will attach"""
+    probe_key: _builtins.bytes
+    """key_bytes: last key of the two segments whose token i is 77 i + 3, for"""
     @_builtins.property
     def namespace(self) -> Global___Namespace:
         """what this engine's keys mean"""
@@ -354,10 +357,11 @@ class RegisterRequest(_message.Message):
         namespace: Global___Namespace | None = ...,
         layout_fingerprints: _abc.Iterable[_builtins.str] | None = ...,
         ranks: _builtins.int = ...,
+        probe_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "group", b"group", "layout_fingerprints", b"layout_fingerprints", "namespace", b"namespace", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "group", b"group", "layout_fingerprints", b"layout_fingerprints", "namespace", b"namespace", "probe_key", b"probe_key", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3298,3 +3302,51 @@ class UpgradeReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpgradeReply: _TypeAlias = UpgradeReply  # noqa: Y015
+
+@_typing.final
+class ResetRequest(_message.Message):
+    """Asks that nothing cached in a group be found any more, in any tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """name of a memory group of the node's configuration"""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetRequest: _TypeAlias = ResetRequest  # noqa: Y015
+
+@_typing.final
+class ResetReply(_message.Message):
+    """What was forgotten; from here on nothing of it is found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORGOTTEN_SPANS_FIELD_NUMBER: _builtins.int
+    HELD_SPANS_FIELD_NUMBER: _builtins.int
+    forgotten_spans: _builtins.int
+    """spans that were cached (count)"""
+    held_spans: _builtins.int
+    """of these, those whose pages wait for requests, tickets or copies to end (count)"""
+    def __init__(
+        self,
+        *,
+        forgotten_spans: _builtins.int = ...,
+        held_spans: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten_spans", b"forgotten_spans", "held_spans", b"held_spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetReply: _TypeAlias = ResetReply  # noqa: Y015

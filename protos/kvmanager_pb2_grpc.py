@@ -738,6 +738,11 @@ class AdminStub:
                 request_serializer=kvmanager__pb2.UpgradeRequest.SerializeToString,
                 response_deserializer=kvmanager__pb2.UpgradeReply.FromString,
                 _registered_method=True)
+        self.Reset = channel.unary_unary(
+                '/kvmanager.v1.Admin/Reset',
+                request_serializer=kvmanager__pb2.ResetRequest.SerializeToString,
+                response_deserializer=kvmanager__pb2.ResetReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -793,6 +798,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reset(self, request, context):
+        """Forgets what a group has cached. Operators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -830,6 +842,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Upgrade,
                     request_deserializer=kvmanager__pb2.UpgradeRequest.FromString,
                     response_serializer=kvmanager__pb2.UpgradeReply.SerializeToString,
+            ),
+            'Reset': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reset,
+                    request_deserializer=kvmanager__pb2.ResetRequest.FromString,
+                    response_serializer=kvmanager__pb2.ResetReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1022,6 +1039,33 @@ class Admin:
             '/kvmanager.v1.Admin/Upgrade',
             kvmanager__pb2.UpgradeRequest.SerializeToString,
             kvmanager__pb2.UpgradeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmanager.v1.Admin/Reset',
+            kvmanager__pb2.ResetRequest.SerializeToString,
+            kvmanager__pb2.ResetReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,7 @@ from kvmanager.errors import (
     UnknownRequest,
 )
 from kvmanager.layout import GLM53_TINY, native_layout
+from kvmanager.probe import probe_key
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.runtime_dir import GRPC_SOCKET
@@ -119,6 +120,7 @@ def register(registered: AttachedEngine, **changes: object) -> None:
         "ranks": RANKS,
         **changes,
     }
+    fields.setdefault("probe_key", probe_key(fields["namespace"]))
     call(registered.client._engine_stub.Register, pb.RegisterRequest(**fields))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
-from kvmanager.core.events import CopyOutcome, RenewTickets, Tick
+from kvmanager.core.events import CopyOutcome, RenewTickets, Reset, ResetDone, Tick
 from kvmanager.core.eviction import POLICIES, Policy
 from tests.sim.content import Memory, Text
 from tests.sim.crash import Crashes
@@ -27,7 +27,7 @@ ACTIONS = {
     "step": 34, "advance": 34, "plan": 24, "pull": 14, "resend": 2, "export": 6, "tick": 3, "renew": 1,
     "late": 1, "lose_plan": 0.5, "mover": 0.3, "break_stream": 0.3, "lose": 5, "register": 0.6,
     "cut_stream": 0.7, "resume_stream": 3, "partition": 0.5, "heal": 2,
-    "crash": 2, "get_on": 1.5,
+    "crash": 2, "get_on": 1.5, "reset": 0.2,
 }  # fmt: skip
 MORE = {"handoff": {"export": 20, "pull": 40}, "many": {"export": 20, "pull": 40}}
 PLAN_ENDS = [CopyOutcome.DONE] * 17 + [CopyOutcome.FAILED, CopyOutcome.CANCELLED, CopyOutcome.UNKNOWN_FATE]
@@ -126,6 +126,8 @@ class Simulation:
                 others = [*self.engines.values(), *self.dying]
                 alone = [other for other in others if other.world is engine.world] == [engine]
                 nobody_stands_still(engine, alone)
+            case "reset":
+                self._reset(engine.world, group)
             case "partition" | "heal":
                 self._wire(cut=action == "partition")
             case "step" | "resend" | "export" | "break_stream" | "cut_stream" if not (engine.stale or engine.cut):
@@ -156,6 +158,13 @@ class Simulation:
             case "crash":
                 assert world.crashes is not None
                 world.crashes.arm()
+
+    def _reset(self, world: World, group: str) -> None:
+        """An operator has everything forgotten that the group has cached."""
+        assert isinstance(world.apply(Reset(group)), ResetDone)
+        for chain in world.node.state.groups[group].chains:
+            assert not (chain.table.live & chain.table.published).any(), "a reset left something that can be found"
+        self.net.happened["reset"] += 1
 
     def _wire(self, *, cut: bool) -> None:
         """The network between the nodes."""

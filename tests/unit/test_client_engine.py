@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvmanager.clients.engine import EngineClient, RequestStep, refusal_pause_s
+from kvmanager.clients.keys import probe_key
 from kvmanager.errors import (
     Draining,
     InvalidArgument,
@@ -135,7 +136,14 @@ def test_registers_and_numbers_its_steps(client: EngineClient, server: ScriptedS
     client.step(requests=rows, fence=pb.Fence(attach_ids=b"a" * 8, values=b"b" * 8))
     client.step(closes=[pb.CloseRequest(request_id=5, reason=pb.FINISHED)])
     assert server.registered == [
-        pb.RegisterRequest(engine="e", group="prefill", namespace=NAMESPACE, layout_fingerprints=["ab"], ranks=2)
+        pb.RegisterRequest(
+            engine="e",
+            group="prefill",
+            namespace=NAMESPACE,
+            layout_fingerprints=["ab"],
+            ranks=2,
+            probe_key=probe_key(NAMESPACE),
+        )
     ]
     first, second = server.seen
     assert [(m.number, m.boot_id, m.epoch) for m in (first, second)] == [(1, 7, 3), (2, 7, 3)]

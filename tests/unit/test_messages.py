@@ -23,6 +23,7 @@ from kvmanager.core.events import (
 )
 from kvmanager.errors import InvalidArgument, PoolExhausted, UnknownRequest
 from kvmanager.messages import namespace_digest, notice_message, open_reply, register_event, step_event, step_reply
+from kvmanager.probe import probe_key
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import NO_PAGE, error_from_proto, pack_u32, pack_u64, unpack_u32, unpack_u64
 
@@ -206,7 +207,14 @@ def test_no_two_namespaces_share_keys() -> None:
 
 
 def test_registrations() -> None:
-    request = pb.RegisterRequest(engine="e", group="g", namespace=NAMESPACE, layout_fingerprints=["a", "b"], ranks=2)
+    request = pb.RegisterRequest(
+        engine="e",
+        group="g",
+        namespace=NAMESPACE,
+        layout_fingerprints=["a", "b"],
+        ranks=2,
+        probe_key=probe_key(NAMESPACE),
+    )
     event = register_event(request, "u")
     assert (event.engine, event.group, event.key_bytes, event.key_tokens) == ("e", "g", 16, 16)
     assert (event.layout_fingerprints, event.ranks) == (("a", "b"), 2)
