@@ -127,7 +127,7 @@ class Simulation:
                 alone = [other for other in others if other.world is engine.world] == [engine]
                 nobody_stands_still(engine, alone)
             case "reset":
-                self._reset(engine.world, group)
+                self._reset(engine.world, engine.spec.name)
             case "partition" | "heal":
                 self._wire(cut=action == "partition")
             case "step" | "resend" | "export" | "break_stream" | "cut_stream" if not (engine.stale or engine.cut):
