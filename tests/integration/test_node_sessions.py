@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from nodes_support import (
+    GROUP,
     SPAN,
     Node,
+    check_filled,
     device_pages,
     fill,
     node,
@@ -138,3 +140,22 @@ def test_an_engine_without_all_its_ranks_is_told_to_attach_them(engine: Attached
         one_step(engine, message(engine, 1, open=[open_of(1, tokens_of(4, SPAN))]))
     engine.workers.ranks[1].close()
     engine.workers.ranks = engine.workers.ranks[:1]
+
+
+def test_a_reset_forgets_what_is_cached_and_leaves_what_runs(served: Node, engine: AttachedEngine) -> None:
+    tokens = tokens_of(71, 2 * SPAN)
+    assert run_request(engine, 1, tokens, 71) == 0
+    served.wait_at_rest()
+    cached = served.admin.prefixes().spans
+    assert cached >= 2
+    running = tokens_of(72, SPAN)
+    pages = device_pages(engine.open(open_of(2, running, growth=0)))
+    fill(engine, pages, 72)
+    done = served.admin.reset(GROUP)
+    assert done.forgotten_spans == cached
+    assert served.admin.prefixes().spans == 0
+    check_filled(engine, pages, 72)
+    engine.step(closes=[pb.CloseRequest(request_id=2, reason=pb.ABORTED)])
+    assert run_request(engine, 3, tokens, 71) == 0, "all of it is computed again"
+    with pytest.raises(InvalidArgument, match=f"no group 'nowhere'.*{GROUP}"):
+        served.admin.reset("nowhere")
