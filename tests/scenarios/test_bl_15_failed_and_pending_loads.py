@@ -2,14 +2,14 @@
 
 from kvmanager.core.events import Closing, CopyOutcome
 from kvmanager.core.pool import PageState
-from tests.sim.driver import Client, Driver, sharded_group
+from tests.sim.bytes_driver import start
 
-SPAN = 512
+ROWS, RANKS = 4, 2
+SPAN = ROWS * RANKS
 
 
 def test_one_read_attempt_then_misses() -> None:
-    driver = Driver([sharded_group(8, 16)])
-    client = Client(driver, "p")
+    driver, client = start(8, 16, ranks=RANKS, page_rows=ROWS)
     client.serve(1, 4 * SPAN, "a")
     client.serve(2, 8 * SPAN, "push")
     states = []
@@ -21,13 +21,14 @@ def test_one_read_attempt_then_misses() -> None:
             client.close(3 + i, Closing.ABORTED)
             client.run()
     assert states == [("waiting", 3 * SPAN)] + [("runnable", 0)] * 5
+    assert client.serve(9, 3 * SPAN + 1, "a").cached_tokens == 0
+    assert client.serve(10, 3 * SPAN + 1, "a").cached_tokens == 3 * SPAN, "computed again, found again, and right"
     driver.leave(client)
 
 
 def test_a_store_that_never_ends_delays_nobody() -> None:
-    driver = Driver([sharded_group(8, 8)])
-    client = Client(driver, "p")
-    client.open(1, 2 * SPAN, "a")
+    driver, client = start(8, 8, ranks=RANKS, page_rows=ROWS)
+    client.write(client.open(1, 2 * SPAN, "a"), "a", 0, 2 * SPAN)
     client.commit(1, 2 * SPAN)
     client.close(1)
     client.run()
@@ -35,6 +36,8 @@ def test_a_store_that_never_ends_delays_nobody() -> None:
     assert held
     second = client.open(2, 2 * SPAN + 1, "a")
     assert (second.state, second.cached_tokens) == ("runnable", 2 * SPAN), "the device copy serves"
+    client.read(second, "a", 2 * SPAN)
+    client.write(second, "a", 2 * SPAN, 2 * SPAN + 1)
     client.commit(2, 2 * SPAN + 1)
     client.close(2)
     client.run()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvmanager.core.events import ExportRequestKV
+from kvmanager.core.events import Closing, ExportRequestKV, Trim
+from tests.sim.bytes_driver import start
 from tests.sim.driver import Client, Driver, sharded_group
 
 
@@ -10,10 +11,10 @@ from tests.sim.driver import Client, Driver, sharded_group
     ("ranks", "page_rows", "tokens", "full"), [(8, 64, 4173, 8), (2, 16, 601, 18), (2, 16, 32, 1), (8, 64, 511, 0)]
 )
 def test_full_spans_offloaded_and_found(ranks: int, page_rows: int, tokens: int, full: int) -> None:
-    driver = Driver([sharded_group(64, 64, ranks=ranks, page_rows=page_rows)])
-    client = Client(driver, "p")
+    driver, client = start(64, 64, ranks=ranks, page_rows=page_rows)
     span = ranks * page_rows
     opened = client.open(1, tokens, "a")
+    client.write(opened, "a", 0, tokens)
     assert len(opened.spans[0].first_tokens) == -(-tokens // span)
     client.commit(1, tokens)
     client.run()
@@ -21,7 +22,15 @@ def test_full_spans_offloaded_and_found(ranks: int, page_rows: int, tokens: int,
     assert driver.counters["offload"] == full
     table = driver.node.state.groups["p"].chains[0].table
     assert int((table.published & (table.valid == table.segments)).sum()) == full
-    assert client.open(2, full * span + 1, "a").cached_tokens == full * span
+    client.close(1)
+    client.run()
+    driver.apply(Trim("p", "p/hbm", 64))
+    found = client.ready(client.open(2, full * span + 1, "a"))
+    assert found.cached_tokens == full * span
+    assert driver.counters["onboard"] == full
+    client.read(found, "a", full * span)
+    client.close(2, Closing.ABORTED)
+    client.run()
     driver.leave(client)
 
 

@@ -1,13 +1,13 @@
 """BL-40: a span is granted on every rank or on none; one page index means the same page everywhere."""
 
 from kvmanager.errors import PoolExhausted
-from tests.sim.driver import Client, Driver, sharded_group
+from tests.sim.bytes_driver import start
 
 
 def test_two_page_indexes() -> None:
-    driver = Driver([sharded_group(2, 4)])
-    client = Client(driver, "p")
+    driver, client = start(2, 4)
     first = client.open(1, 513, "a")
+    client.write(first, "a", 0, 513)
     assert len(first.spans[0].pages["kv"][0]) == 2
     assert isinstance(client.open(2, 5, "b").error, PoolExhausted)
     client.commit(1, 513)
@@ -19,8 +19,11 @@ def test_two_page_indexes() -> None:
     client.close(1)
     client.run()
     assert client.serve(3, 1024, "push").state == "runnable"
-    assert client.open(4, 513, "a").state == "waiting"
+    waiting = client.open(4, 513, "a")
+    assert waiting.state == "waiting"
     (plan,) = driver.plans.values()
     assert {len(c.target_offsets) for c in plan.copies} == {1}, "every rank loads the same spans"
-    driver.end_all()
+    loaded = client.ready(waiting)
+    client.read(loaded, "a", 512)
+    client.finish(loaded, 513, "a")
     driver.leave(client)
