@@ -11,6 +11,8 @@ from kvmanager.core.spans import SHARED
 from kvmanager.errors import InvalidArgument
 from kvmanager.replay.run import ENGINE, GROUP, _Engine, replay
 from kvmanager.replay.stream import Request
+from tests.sim.bytes_driver import start
+from tests.sim.driver import chain_keys
 
 SPAN_BLOCKS = 8
 
@@ -108,3 +110,23 @@ def test_unknown_policies_and_pools_that_hold_nothing_are_refused() -> None:
         replay([], 0, 1 << 20, 8, "lfu")
     with pytest.raises(InvalidArgument, match="100 tokens"):
         replay([], 0, 100, 8, "lru")
+
+
+def test_a_dead_branch_that_a_request_holds_stays() -> None:
+    """The session's other request still reads what its newest prompt went on without."""
+    driver, client = start(6, 0, ranks=2, page_rows=4)
+    span = 8
+    client.serve(1, 2 * span, "a")
+    opened = client.open(2, 2 * span + 1, "a")
+    client.write(opened, "a", 2 * span, 2 * span + 1)
+    client.step(opens=(Open(3, span, 0, chain_keys("b", 2), "a"),))
+    table = driver.node.state.groups["p"].chains[0].table
+    assert (table.dead & (table.pins > 0)).sum() == 2
+    assert client.open(4, 3 * span, "c").state == "refused"
+    other = client.open(5, 2 * span, "c")
+    client.write(other, "c", 0, 2 * span)
+    client.read(opened, "a", 2 * span + 1)
+    for request in (2, 3, 5):
+        client.close(request)
+    client.run()
+    driver.leave(client)

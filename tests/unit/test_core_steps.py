@@ -346,3 +346,19 @@ def test_notices_stay_until_seen():
     client.seen = notice.sequence
     client.step()
     assert not engine.notices
+
+
+def test_equal_spans_that_grow_a_segment_at_a_time_are_published_once():
+    driver = Driver([sharded_group(8, 0)])
+    client = Client(driver, "p")
+    keys = chain_keys("a", 8)
+    for request in (1, 2):
+        client.step(opens=(Open(request, 64, 448, keys[:16], "a"),))
+    for segments in range(1, 9):
+        more = b"" if segments == 1 else keys[(segments - 1) * 16 : segments * 16]
+        for request in (1, 2):
+            client.commit(request, segments * 64, 512, more)
+        client.run()
+    table = driver.node.state.groups["p"].chains[0].table
+    assert (table.published & (table.valid == 8)).sum() == 1
+    driver.leave(client)
