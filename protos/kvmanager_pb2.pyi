@@ -340,7 +340,9 @@ class RegisterRequest(_message.Message):
     ranks: _builtins.int
     """count of ranks that will attach"""
     probe_key: _builtins.bytes
-    """key_bytes: last key of the two segments whose token i is 77 i + 3, for"""
+    """opaque: last key of the two segments whose token i is 77 i + 3, for key_hash "sha256"; refused with
+    LAYOUT_MISMATCH unless it is the daemon's own
+    """
     @_builtins.property
     def namespace(self) -> Global___Namespace:
         """what this engine's keys mean"""

@@ -143,7 +143,7 @@ def _audit_spans(group: Group, chain: Chain) -> None:
     each(table.keys.lengths(rows) == valid.astype(np.int64) * group.key_bytes, "keys do not cover its segments")
     each((table.pins[rows] >= 0) & (table.busy[rows] >= 0), "negative pins or plans")
     uids = table.uids[rows]
-    each((uids < table.next_uid).all(axis=1), "a uid that is still to be given")
+    each(uids.max(axis=1, initial=0) < table.next_uid, "a uid that is still to be given")
     _check(len(np.unique(uids)) == uids.size, f"{where}: a uid was given twice")
     widths = table.segments[rows]
     if chain.spec.placement is Placement.SHARDED:

@@ -19,6 +19,7 @@ from kvmanager.core.events import (
     EngineResumed,
     Event,
     ExportRequestKV,
+    MoverGone,
     Notified,
     PlanEnded,
     Recovered,
@@ -64,8 +65,8 @@ class Crashes:
             self._journal.snapshot(self.world.node)
         self._torn, self._mute = (draw.random(), False) if draw.random() < 0.5 else (None, True)
 
-    def before(self, event: Event) -> None:
-        """Ahead of an event: perhaps the daemon dies while it writes its record."""
+    def before(self, event: Event) -> bool:
+        """Ahead of an event: perhaps the daemon dies while it writes its record. True: nobody says the event again."""
         node, now = self.world.node, self.world.now
         if self._torn is not None and not self._busy:
             record = self._journal.record(event, now)
@@ -74,10 +75,13 @@ class Crashes:
             self._journal._memory[at : at + cut] = record[:cut]
             self._die(event, f"{cut} of {len(record)} bytes into a record")
             node = self.world.node
+            if isinstance(event, MoverGone):
+                return True  # the next daemon met the next mover at once, and knows no other
         self._left_out = node.idle(event, now) or isinstance(event, READS)
         self._idle_events += self._left_out
         looked_at = self._left_out and self._idle_events % 4 == 0
         self._digest = state_digest(node.state) if looked_at else ""
+        return False
 
     def after(self, event: Event, effects: list[Effect]) -> bool:
         """An event was applied: it is kept if it must be. True when the daemon died with its effects."""

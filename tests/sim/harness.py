@@ -118,8 +118,8 @@ class World:
         net = self.net
         net.now += passes
         net.applied += 1
-        if self.crashes is not None:
-            self.crashes.before(event)
+        if self.crashes is not None and self.crashes.before(event):
+            return None
         entry = Entry(self.number, net.now, event, [])
         net.story.append(entry)
         effects = self.node.apply(event, net.now)
@@ -129,7 +129,8 @@ class World:
             self.held = tenancy.check(self.node, self.held, event)
         self._poison_freed()
         if self.crashes is not None and self.crashes.after(event, effects):
-            return self.apply(event, 0)  # whoever sent it heard nothing, and says it again
+            # Whoever sent it heard nothing, and says it again; that a mover is gone, the next daemon found out itself.
+            return None if isinstance(event, MoverGone) else self.apply(event, 0)
         answer: object = None
         for effect in effects:
             match effect:

@@ -136,3 +136,18 @@ def test_a_sparse_window_is_promised_and_kept() -> None:
             driver.end_all()
     assert driver.counters["spill"] > 0, "there was no room for all of it"
     driver.leave(client)
+
+
+def test_growth_beyond_a_promise_leaves_what_was_promised_to_others():
+    driver = Driver([sharded_group(6, 0)])
+    client = Client(driver, "p")
+    client.open(1, 512, "a", growth=3 * 512)
+    client.open(2, 512, "b")
+    client.commit(1, 512)
+    (grown,) = client.commit(2, 512, capacity=3 * 512).grown
+    assert isinstance(grown.error, PoolExhausted), "two free pages are wanted, and three of four were promised"
+    (grown,) = client.commit(2, 512, capacity=2 * 512).grown
+    assert grown.error is None
+    (grown,) = client.commit(1, 512, capacity=4 * 512).grown
+    assert grown.error is None, "inside the promise nothing is refused"
+    driver.leave(client)
