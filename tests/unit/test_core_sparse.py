@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvmanager.core.events import ExportRequestKV, Open, TicketInfo
+from kvmanager.core.events import ExportRequestKV, Open, TicketInfo, Trim
 from kvmanager.core.pool import PageState
 from kvmanager.core.residency import first_resident
 from kvmanager.errors import InvalidArgument
@@ -58,6 +58,24 @@ def test_an_open_without_a_ticket_is_resident_and_its_own():
     client.run()
     again = client.open(2, 37, "a")
     assert again.cached_tokens == 36
+    driver.leave(client)
+
+
+def test_a_host_copy_stays_as_long_as_a_worker_may_read_it():
+    """Its place was told: a mirror of a page that a request holds is no victim, though the page is resident."""
+    driver, client = decode(40)
+    client.open(1, 37, "a", growth=8)
+    client.commit(1, 37, capacity=40)
+    client.run()
+    driver.end_all()
+    (rows,) = client.step().residency
+    host = next(name for name in driver.node.state.groups["d"].pools if name.endswith("host"))
+    driver.apply(Trim("d", host, 200))
+    assert driver.pages(host, PageState.READY) == len(rows.host) == 9
+    client.close(1)
+    client.run()
+    driver.apply(Trim("d", host, 200))
+    assert driver.pages(host, PageState.READY) == 0
     driver.leave(client)
 
 
