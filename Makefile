@@ -3,6 +3,9 @@ PYTHON ?= python3
 # Passed to pip, for example an index that has CPU-only builds of torch: PIP_FLAGS="--extra-index-url URL".
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+# make chaos: kills, and their seed (default: a new one, printed).
+KILLS ?= 200
+SEED ?=
 # make sim: histories, events in each, the first seed.
 SEEDS ?= 100
 EVENTS ?= 2000
@@ -15,7 +18,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 NUMPY := $(shell sed -n 's/^\(numpy==[^ ]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long sim check bench protos gpu-test gpu-bench clean
+.PHONY: help venv demo test test-long sim chaos check bench protos gpu-test gpu-bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1#\2/p' $(MAKEFILE_LIST) | awk -F'#' '{printf "%-18s %s\n", $$1, $$2}'
@@ -43,6 +46,9 @@ test-long: $(STAMP) ## the tests that take minutes
 
 sim: $(STAMP) ## seeded histories of the core: SEEDS=300 EVENTS=2000 FIRST=0
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim --seeds $(SEEDS) --events $(EVENTS) --first $(FIRST)
+
+chaos: $(STAMP) ## two real nodes and their engines under random kills: KILLS=200 SEED=7
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 check: $(STAMP) ## ruff, mypy --strict and the layout of the repository
 	$(BIN)/ruff check .

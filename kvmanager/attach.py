@@ -37,6 +37,8 @@ from kvmanager.peerprocess import Peer, read_peer, started_ticks
 from kvmanager.runtime_dir import ATTACH_SOCKET, bind_socket, make_private_dir
 
 ROLES: Final = ("engine", "worker", "operator", "peer")
+_HOLDS_SOMETHING: Final = ("engine", "worker")
+"""Roles whose process must be known to be dead before what it held is used again, also after it left."""
 NAME_MAX_CHARS: Final = 200
 CONNECTIONS_MAX: Final = 256
 """Each takes up to three descriptors, and one more for its gRPC connection."""
@@ -302,6 +304,8 @@ class AttachServer:
             connection.left = True
             self._on_leave(connection.identity.token)
             self._drop(connection)
+            if connection.identity.role not in _HOLDS_SOMETHING:  # a tool that asks every second would fill our table
+                self._let_go(connection)
             return
         attach_id = message.get("fds_for")
         if not isinstance(attach_id, int) or isinstance(attach_id, bool) or message.keys() != {"fds_for"}:
@@ -421,6 +425,8 @@ class AttachServer:
         """The pidfd is readable."""
         identity = connection.identity
         assert identity is not None, "only attached processes are watched"
+        if connection.dead:  # let go earlier in this turn
+            return
         self._drop(connection)
         self._selector.unregister(identity.pidfd)
         with self._lock:
@@ -431,6 +437,15 @@ class AttachServer:
             self._exited(identity)
         if connection.lifeline_open:
             _log.warning("pid %d is dead, but a child of it holds its memory: waiting for that", identity.pid)
+
+    def _let_go(self, connection: _Connection) -> None:
+        """It left, and its life is of no interest any more."""
+        identity = connection.identity
+        assert identity is not None, "only who has attached can leave"
+        self._selector.unregister(identity.pidfd)
+        with self._lock:
+            connection.dead = True
+        self._exited(identity)
 
     def _lifeline(self, connection: _Connection) -> None:
         """The lifeline is readable: at its end, or written to, which means nothing."""

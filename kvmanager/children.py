@@ -19,7 +19,7 @@ from typing import Any, Final
 from kvmanager import lockfile
 from kvmanager.errors import NotReady
 from kvmanager.framing import readable
-from kvmanager.killpoints import VARIABLE, reach
+from kvmanager.killpoints import of_child, reach
 from kvmanager.runtime_dir import KEEPER_LOCK
 
 EXIT_NOT_STARTED: Final = 127
@@ -60,9 +60,9 @@ class Child:
     def start(self, environment: Mapping[str, str], fds: Sequence[int] = (), arguments: Sequence[str] = ()) -> None:
         """Starts it in a process group of its own; it inherits `fds`. Raises NotReady while another one lives.
 
-        A kill point is armed in the first process only.
+        A kill point is armed in the first process only, unless its order lies in a file.
         """
-        armed = environment if not self.deaths_s else {k: v for k, v in environment.items() if k != VARIABLE}
+        armed = of_child(environment, first=not self.deaths_s)
         lock = lockfile.hold(self._lock_path)
         if lock is None:
             raise NotReady(f"something that the {self.name} before has started still runs: {self._lock_path} is held")

@@ -407,6 +407,9 @@ def _run(config_path: Path, keeper: KeeperLink | None) -> int:
     except (ConfigError, DeviceError) as error:
         _log.critical("%s", error)
         return EXIT_CONFIG
+    except DaemonError as error:  # the keeper died while this daemon began; the next one starts both
+        _log.critical("%s", error)
+        return EXIT_FAILED
     return _serve(daemon, keeper)
 
 

@@ -45,7 +45,7 @@ EXIT_REPLACED: Final = 75  # of a daemon that shall be started again at once
 EXIT_CONFIG: Final = 78
 """As in sysexits.h; a daemon that exits with it is not restarted."""
 
-_CLOSE_S: Final = 20.0
+_CLOSE_S: Final = 20.0  # what the daemon needs after its drain, to close streams and memory
 _log = logging.getLogger("kvmanager.keeper")
 
 
@@ -276,6 +276,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runtime-dir", type=Path, required=True)
     parser.add_argument("--device", required=True, action="append", help="one mover for each")
     parser.add_argument("--drain-ms", type=int, default=10_000, help="how long the daemon drains on SIGTERM")
+    parser.add_argument("--restart-window-s", type=float, default=60.0, help="at most 5 deaths of a child within it")
     parser.add_argument("--cold", action="store_true", help="give up memory that was kept")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s keeper: %(message)s", stream=sys.stderr)
@@ -283,8 +284,7 @@ def main(arguments: Sequence[str]) -> int:
     daemon = (*python, "kvmanager.daemon", "--config", str(options.config))
     mover = (*python, "kvmanager.mover", "--runtime-dir", str(options.runtime_dir), "--device")
     movers = {f"mover-{device}": (*mover, device) for device in options.device}
-    # What the daemon needs after its drain, to close streams and memory.
-    limits = KeeperLimits(drain_s=options.drain_ms / 1000 + _CLOSE_S)
+    limits = KeeperLimits(options.drain_ms / 1000 + _CLOSE_S, restart_window_s=options.restart_window_s)
     try:
         make_private_dir(options.runtime_dir)
         return Keeper(options.runtime_dir, daemon, movers, limits, cold=options.cold).run()

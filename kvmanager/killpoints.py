@@ -2,23 +2,28 @@
 
     KVMANAGER_KILL_AT="daemon.apply.after:40"             at the 40th passage in that process
     KVMANAGER_KILL_AT="mover.plan.received:1,keeper.forget:2"
+    KVMANAGER_KILL_AT="@FILE"                      the order lies in FILE, and may change while processes live
 
 Without the variable, `reach` is a call that does nothing. The name's first part says which process passes
 the point: every process of a node inherits the variable, and each counts its own passages from 1. The keeper
 gives the variable to the first process of each of its children only, so a child that was killed comes back
-for good. Production never sets it. Standard library only: the keeper passes points too.
+for good. An order in a file (`KillOrder`) arms processes that run already, those of later starts as well, and is
+carried out once. Production never sets it. Standard library only: the keeper passes points too.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Final
 
 from kvmanager.errors import ConfigError
 
 VARIABLE: Final = "KVMANAGER_KILL_AT"
+_ORDER_BYTES: Final = 128
 
 POINTS: Final[Mapping[str, str]] = {
     "keeper.start_child": "a child runs, and the keeper has not noted it",
@@ -63,10 +68,88 @@ def parse(text: str) -> dict[str, int]:
     return passages
 
 
+class KillOrder:
+    """The order in a file: one death, of whichever process passes the point for the n-th time first.
+
+    Byte 0 changes with each order, byte 1 says that it is over; the text lies behind them. One process gives orders.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Makes the file, with nothing to be done."""
+        self.path = path
+        path.write_bytes(b"\x00\x01" + b" " * (_ORDER_BYTES - 2))
+        self._memory = _order_memory(path)
+
+    @property
+    def value(self) -> str:
+        """What the variable says in processes that obey."""
+        return f"@{self.path}"
+
+    @property
+    def over(self) -> bool:
+        """Whether it was carried out, or withdrawn."""
+        return self._memory[1] == 1
+
+    def give(self, name: str, passage: int) -> None:
+        """From now on: die at the n-th passage of `name`, counted in each process from here."""
+        text = f"{name}:{passage}"
+        parse(text)
+        self.withdraw()
+        self._memory[2:] = text.encode().ljust(_ORDER_BYTES - 2)
+        self._memory[0] = (self._memory[0] + 1) % 256
+        self._memory[1] = 0
+
+    def withdraw(self) -> None:
+        """Nobody dies from now on."""
+        self._memory[1] = 1
+
+    def close(self) -> None:
+        """Withdraws it and lets go of the file."""
+        self.withdraw()
+        self._memory.close()
+
+
+def of_child(environment: Mapping[str, str], *, first: bool) -> dict[str, str]:
+    """The environment of a child's process: an order by name is for the `first` one only."""
+    keep = first or environment.get(VARIABLE, "").startswith("@")
+    return {name: value for name, value in environment.items() if keep or name != VARIABLE}
+
+
+def _order_memory(path: Path) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), _ORDER_BYTES)
+
+
+def _obeying(path: Path) -> Callable[[str], None]:
+    try:
+        memory = _order_memory(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{VARIABLE}: no order in {path}: {error}") from error
+    seen = -1
+    left: dict[str, int] = {}
+
+    def count(name: str) -> None:
+        nonlocal seen, left
+        assert name in POINTS, f"kill point {name!r} is not in the table"
+        if memory[1] == 1:
+            return
+        if memory[0] != seen:
+            seen, left = memory[0], parse(memory[2:].decode().strip())
+        if name in left:
+            left[name] -= 1
+            if left[name] == 0:
+                memory[1] = 1
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return count
+
+
 def _armed(environment: Mapping[str, str]) -> Callable[[str], None]:
     text = environment.get(VARIABLE)
     if text is None:
         return _pass_by
+    if text.startswith("@"):
+        return _obeying(Path(text[1:]))
     left = parse(text)
 
     def count(name: str) -> None:

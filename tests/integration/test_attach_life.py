@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from attach_door import WAIT_S, Door, spawn
 
-from kvmanager.attach import ClientIdentity
+from kvmanager.attach import CONNECTIONS_MAX, ClientIdentity
 from kvmanager.errors import Unauthorized
 
 
@@ -128,3 +128,18 @@ def test_kill_ends_the_attached_process_and_no_other(door: Door) -> None:
     assert door.next() == ("exit", identity.token)
     assert not door.server.kill(identity.token)
     assert not door.server.kill("0" * 64)
+
+
+@pytest.mark.parametrize("role", ["operator", "peer"])
+def test_who_holds_nothing_and_left_costs_nothing(door: Door, role: str) -> None:
+    """A process that looks at the node again and again must not fill the table of connections."""
+    open_fds = len(os.listdir("/proc/self/fd"))
+    for _ in range(CONNECTIONS_MAX + 10):
+        attachment = door.attach(role, "again")
+        attachment.close()
+        identity = door.attached()
+        for what in ("leave", "disconnect", "exit"):
+            assert door.next() == (what, identity.token)
+    assert len(os.listdir("/proc/self/fd")) <= open_fds + 3
+    door.attach("engine").close()
+    assert door.attached().role == "engine"

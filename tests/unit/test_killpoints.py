@@ -45,6 +45,70 @@ def test_nothing_happens_without_the_variable():
     assert killpoints.reach is killpoints._pass_by
 
 
+OBEY = """
+import sys
+from kvmanager.killpoints import reach
+for line in sys.stdin:
+    reach(line.strip())
+    print("passed", flush=True)
+"""
+
+
+def obeying(order):
+    return subprocess.Popen(
+        [sys.executable, "-c", OBEY],
+        env={"PYTHONPATH": str(ROOT), killpoints.VARIABLE: order.value},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def passes(process, name):
+    """Whether it lives on behind the point."""
+    process.stdin.write(f"{name}\n")
+    process.stdin.flush()
+    return process.stdout.readline() == "passed\n"
+
+
+def test_an_order_in_a_file_comes_to_processes_that_run_and_is_carried_out_once(tmp_path):
+    order = killpoints.KillOrder(tmp_path / "order")
+    assert order.over
+    with obeying(order) as one, obeying(order) as other:
+        assert passes(one, "keeper.forget")
+        order.give("keeper.forget", 2)
+        assert passes(one, "keeper.forget")
+        assert passes(other, "keeper.forget"), "each process counts its own passages"
+        assert passes(one, "keeper.deposit")
+        assert not order.over
+        assert not passes(one, "keeper.forget")
+        assert one.wait() == -signal.SIGKILL
+        assert order.over
+        assert all(passes(other, "keeper.forget") for _ in range(3)), "one death for one order"
+        order.give("mover.pull.ended", 1)
+        order.withdraw()
+        assert passes(other, "mover.pull.ended")
+        order.give("mover.pull.ended", 1)
+        assert not passes(other, "mover.pull.ended")
+    order.close()
+
+
+def test_a_bad_order_is_refused_where_it_is_given(tmp_path):
+    order = killpoints.KillOrder(tmp_path / "order")
+    with pytest.raises(ConfigError, match="no kill point is called"):
+        order.give("keeper.sing", 1)
+    assert order.over
+    done = run(f"@{tmp_path / 'none'}")
+    assert "ConfigError: KVMANAGER_KILL_AT: no order in" in done.stderr
+
+
+def test_an_order_by_name_is_for_a_first_child_only():
+    by_name, by_file = {"A": "b", killpoints.VARIABLE: "keeper.forget:1"}, {killpoints.VARIABLE: "@/order"}
+    assert killpoints.of_child(by_name, first=True) == by_name
+    assert killpoints.of_child(by_name, first=False) == {"A": "b"}
+    assert killpoints.of_child(by_file, first=False) == by_file
+
+
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
