@@ -16,6 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -71,13 +72,15 @@ def parse(text: str) -> dict[str, int]:
 class KillOrder:
     """The order in a file: one death, of whichever process passes the point for the n-th time first.
 
-    Byte 0 changes with each order, byte 1 says that it is over; the text lies behind them. One process gives orders.
+    Byte 0 changes with each order, byte 1 says that it is over, byte 2 how many milliseconds the passing thread waits
+    before the process dies, so that others can send what was made before the point; then the text. One process gives
+    orders.
     """
 
     def __init__(self, path: Path) -> None:
         """Makes the file, with nothing to be done."""
         self.path = path
-        path.write_bytes(b"\x00\x01" + b" " * (_ORDER_BYTES - 2))
+        path.write_bytes(b"\x00\x01\x00".ljust(_ORDER_BYTES))
         self._memory = _order_memory(path)
 
     @property
@@ -90,12 +93,15 @@ class KillOrder:
         """Whether it was carried out, or withdrawn."""
         return self._memory[1] == 1
 
-    def give(self, name: str, passage: int) -> None:
-        """From now on: die at the n-th passage of `name`, counted in each process from here."""
+    def give(self, name: str, passage: int, linger_ms: int = 0) -> None:
+        """From now on: die at the n-th passage of `name`, counted in each process from here, `linger_ms` (0-255) later.
+
+        Raises ConfigError for what names no point.
+        """
         text = f"{name}:{passage}"
         parse(text)
         self.withdraw()
-        self._memory[2:] = text.encode().ljust(_ORDER_BYTES - 2)
+        self._memory[2:] = bytes([linger_ms]) + text.encode().ljust(_ORDER_BYTES - 3)
         self._memory[0] = (self._memory[0] + 1) % 256
         self._memory[1] = 0
 
@@ -134,11 +140,12 @@ def _obeying(path: Path) -> Callable[[str], None]:
         if memory[1] == 1:
             return
         if memory[0] != seen:
-            seen, left = memory[0], parse(memory[2:].decode().strip())
+            seen, left = memory[0], parse(memory[3:].decode().strip())
         if name in left:
             left[name] -= 1
             if left[name] == 0:
                 memory[1] = 1
+                time.sleep(memory[2] / 1000)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     return count

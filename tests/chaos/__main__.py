@@ -32,7 +32,7 @@ def main() -> int:
     if options.point:
         kills = (kill for kill in [*matrix(seed)] if kill.point == options.point)
     report = run_kills(kills, seed, lambda line: print(line, flush=True), options.directory)
-    for title in ("wrong_bytes", "leaks", "failures", "missed"):
+    for title in ("leaks", "failures", "missed"):
         for line in getattr(report, title):
             print(f"{title}: {line}")
     print(json.dumps(report.summary()))

@@ -31,7 +31,11 @@ STEPS_S: Final = 20.0
 
 
 class WrongBytes(Exception):
-    """Bytes that are not what was written."""
+    """Bytes that are not what was written: how many, and where."""
+
+    def __init__(self, count: int, where: str) -> None:
+        super().__init__(f"{count} B of {where}")
+        self.count = count
 
 
 class ChaosEngine(AttachedEngine):
@@ -194,7 +198,8 @@ class ChaosEngine(AttachedEngine):
                     digests = text.digests[positions[there]]
                     wrong = rank.wrong(page_class, tier, pages[there], slots[there], digests)
                     if wrong:
-                        raise WrongBytes(f"{wrong} B of {tier} {page_class} rows, rank {number}, {cached} tokens hit")
+                        where = f"{tier} {page_class} rows, rank {number}, {cached} tokens hit"
+                        raise WrongBytes(wrong, where)
         return cached
 
 
@@ -204,7 +209,7 @@ def _answer(engine: ChaosEngine, asked: dict[str, Any]) -> dict[str, Any]:
         result = getattr(engine, asked.pop("do"))(**asked)
         return {"ok": result, "pages": engine.checked_pages - before}
     except WrongBytes as error:
-        return {"error": str(error), "kind": "wrong", "pages": engine.checked_pages - before}
+        return {"error": str(error), "kind": "wrong", "wrong": error.count, "pages": engine.checked_pages - before}
     except (StaleBoot, StaleEpoch) as error:
         return {"error": str(error), "kind": "stale", "pages": 0}
     except KVError as error:

@@ -29,6 +29,9 @@ REST_EVERY: Final = 20
 NEW_PROMPTS: Final = 0.15
 """Share of prompts that nobody asks for again: they make room scarce."""
 
+EXPECTED: Final = {"PeerUnreachable", "TransferFailed", "TransferTimeout", "UnknownLease", "NotReady", "Draining"}
+"""Errors that an engine may get because somebody died: a hand-off that did not end well, a node that is not back."""
+
 
 @dataclass
 class Report:
@@ -39,7 +42,7 @@ class Report:
     missed: list[str] = field(default_factory=list)
     committed_pages_checked: int = 0
     prompt_tokens_found: int = 0
-    wrong_bytes: list[str] = field(default_factory=list)
+    wrong_bytes: int = 0
     leaks: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     by_point: Counter[str] = field(default_factory=Counter)
@@ -57,7 +60,7 @@ class Report:
         """For the last line of output."""
         return {
             "seed": self.seed, "kills": self.kills, "committed_pages_checked": self.committed_pages_checked,
-            "wrong_bytes": len(self.wrong_bytes), "leaks": len(self.leaks), "failures": len(self.failures),
+            "wrong_bytes": self.wrong_bytes, "leaks": len(self.leaks), "failures": len(self.failures),
             "missed": len(self.missed), "turns": self.turns, "prompt_tokens_found": self.prompt_tokens_found,
             "cold_starts": self.cold_starts, "by_point": dict(sorted(self.by_point.items())),
             "refused": dict(self.refused), "seconds": round(self.seconds, 1),
@@ -103,6 +106,7 @@ class Chaos:
         self._handed: tuple[int, str] | None = None  # prompt and ticket for the target's next turn
         self._new = 0
         self._where = "before the first kill"
+        self._cold_allowed = False
 
     # ------------------------------------------------------------------------------------- work
 
@@ -136,9 +140,16 @@ class Chaos:
         self._report.committed_pages_checked += answer["pages"]
         if "ok" in answer:
             return answer["ok"]
-        if answer["kind"] == "wrong":
-            self._report.wrong_bytes.append(f"{self._where}: {side.name}: {answer['error']}")
-        self._report.refused[answer["error"].split(":")[0] if answer["kind"] != "wrong" else "wrong"] += 1
+        story = f"{self._where}: {side.name}: {answer['error']}"
+        name = answer["error"].split(":")[0] if answer["kind"] == "refused" else answer["kind"]
+        self._report.refused[name] += 1
+        if name == "wrong":
+            self._report.wrong_bytes += answer["wrong"]
+            self._report.failures.append(story)
+        elif name not in EXPECTED and not (name == "stale" and self._cold_allowed):
+            self._report.failures.append(story)
+        else:
+            self._say(f"  {story}")
         if side.engine is not None:
             again = side.ask(do="give_up")
             if again is not None and "ok" not in again:
@@ -150,6 +161,7 @@ class Chaos:
     def round(self, number: int, kill: Kill) -> None:
         """Work until the kill has come, everything back, and every byte looked at."""
         self._where = f"kill {number} ({kill})"
+        self._cold_allowed = kill.costs_the_cache
         began = time.monotonic()
         side = self.sides[kill.side]
         if self._carry_out(side, kill):
@@ -171,7 +183,7 @@ class Chaos:
                 self._turn()
             killer.join()
             return True
-        side.order.give(kill.point, kill.passage)
+        side.order.give(kill.point, kill.passage, kill.linger_ms)
         for turn in range(TURNS_MOST):
             if turn % 8 == 0:
                 self._do_beside(side, kill.needs)
@@ -271,6 +283,7 @@ def _unused(paths: set[Path]) -> set[Path]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
-                used |= {line.split(maxsplit=5)[5].strip() for line in (entry / "maps").open() if "/dev/shm" in line}
+                maps = (entry / "maps").read_text(errors="replace").splitlines()
+                used |= {line.split(maxsplit=5)[5] for line in maps if "/dev/shm" in line}
                 used |= {os.readlink(fd) for fd in (entry / "fd").iterdir()}
     return {path for path in paths if str(path) not in used and path.exists()}

@@ -40,12 +40,17 @@ _NEEDS: Final = {
 """What must happen beside the work for the point to be passed."""
 OFTEN_PASSED: Final = {"daemon.apply.before": 40, "daemon.apply.after": 40, "daemon.journal.append": 60}
 """Highest passage drawn for points that every event passes; 6 for the others."""
+LINGERS_MS: Final = (0, 0, 20)
+"""At once, or with time for other threads of the process."""
 HALF_SECOND_S: Final = 0.5
 
 
 @dataclass(frozen=True)
 class Kill:
     """One death. `point` None: `delay_s` seconds after the work began; else at passage `passage` of the point.
+
+    `linger_ms`: the passing thread waits so long at the point first: what was made before it leaves the process, what
+    comes behind it never happens.
 
     `needs`: what else must be done for the point to be passed, in the words of `_NEEDS`; empty: the work alone.
     """
@@ -55,6 +60,7 @@ class Kill:
     point: str | None = None
     passage: int = 1
     delay_s: float = 0.0
+    linger_ms: int = 0
     needs: str = ""
 
     @property
@@ -68,8 +74,9 @@ class Kill:
         return self.role == "keeper" and self.needs == "daemon dies"
 
     def __str__(self) -> str:
-        when = f":{self.passage}" if self.point else f" after {self.delay_s:.3f} s"
-        return f"{self.side} {self.name}{when}"
+        if self.point is None:
+            return f"{self.side} {self.name} after {self.delay_s:.3f} s"
+        return f"{self.side} {self.point}:{self.passage}" + (f" + {self.linger_ms} ms" if self.linger_ms else "")
 
 
 def sides_of(point: str) -> tuple[str, ...]:
@@ -77,16 +84,16 @@ def sides_of(point: str) -> tuple[str, ...]:
     return (_ONE_SIDED[point],) if point in _ONE_SIDED else SIDES
 
 
-def at_point(side: str, point: str, passage: int = 1) -> Kill:
+def at_point(side: str, point: str, passage: int = 1, linger_ms: int = 0) -> Kill:
     """The kill at a named point."""
-    return Kill(side, _FIRST[point.split(".")[0]], point, passage, needs=_NEEDS.get(point, ""))
+    role, needs = _FIRST[point.split(".")[0]], _NEEDS.get(point, "")
+    return Kill(side, role, point, passage, linger_ms=linger_ms, needs=needs)
 
 
 def drawn_at(side: str, point: str, draw: random.Random) -> Kill:
     """The kill at a named point, at a passage that the work reaches."""
-    if point in _RARE:
-        return at_point(side, point, 1)
-    return at_point(side, point, draw.randint(1, OFTEN_PASSED.get(point, 6)))
+    passage = 1 if point in _RARE else draw.randint(1, OFTEN_PASSED.get(point, 6))
+    return at_point(side, point, passage, draw.choice(LINGERS_MS))
 
 
 def matrix(seed: int) -> list[Kill]:
@@ -119,7 +126,7 @@ WIDEST: Final = (
     at_point(TARGET, "mover.pull.ended", 1), at_point(SOURCE, "daemon.ticket.exported", 1),
     at_point(SOURCE, "daemon.journal.snapshot", 1), at_point(SOURCE, "keeper.deposit", 1),
     at_point(SOURCE, "mover.plan.completed", 1), at_point(TARGET, "mover.pull.chunk_read", 1),
-    at_point(SOURCE, "daemon.plan.submitted", 1), at_point(SOURCE, "daemon.reply.after", 5),
+    at_point(SOURCE, "daemon.plan.submitted", 1, 20), at_point(SOURCE, "daemon.reply.after", 5, 20),
     at_point(TARGET, "engine.step.before_send", 3), at_point(TARGET, "keeper.reclaim", 1),
 )  # fmt: skip
 """Twenty points with the most behind them, for the default tests."""

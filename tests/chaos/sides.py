@@ -137,7 +137,7 @@ class Side:
         self.found: list[int] = []
         self.forgotten = 0
         self._log_at = 0
-        self._baseline: dict[str, Counter[str]] = {}
+        self._baseline: dict[str, int] = {}
 
     # ------------------------------------------------------------------------------ having it again
 
@@ -255,10 +255,14 @@ class Side:
             if pool.free_bytes + pool.ready_bytes != pool.capacity_bytes:
                 wrong.append(f"{self.name}: pool {pool.pool}: {pool.free_bytes} free + {pool.ready_bytes} ready")
         for role in ("keeper", "daemon", "mover"):
-            now = Counter(_kind(name) for name in _links(self.pid_of(role)))
-            first = self._baseline.setdefault(role, now)
-            if any(now[kind] > first[kind] for kind in ("memory", "pidfd")):
-                wrong.append(f"{self.name}: {role} holds {dict(now)}, at first {dict(first)}")
+            pid = self.pid_of(role)
+            memory = sum("memfd:kvmanager" in name for name in _links(pid))
+            first = self._baseline.setdefault(role, memory)
+            if memory > first:
+                wrong.append(f"{self.name}: {role} holds {memory} pieces of memory, at first {first}")
+            watched = Counter(_watched(pid))
+            if any(who == -1 or count > 2 for who, count in watched.items()):
+                wrong.append(f"{self.name}: {role} watches processes (-1: dead ones) {dict(watched)}")
         return wrong
 
     def close(self) -> list[str]:
@@ -289,7 +293,10 @@ def _links(pid: int) -> list[str]:
     return links
 
 
-def _kind(name: str) -> str:
-    if "memfd:kvmanager" in name:
-        return "memory"
-    return "pidfd" if "pidfd" in name else "other"
+def _watched(pid: int) -> list[int]:
+    """The processes whose pidfds a process holds; -1 for those that are dead."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fdinfo").iterdir():
+        with contextlib.suppress(OSError):
+            found += [int(line[4:]) for line in entry.read_text().splitlines() if line.startswith("Pid:")]
+    return found
