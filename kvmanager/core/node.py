@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvmanager.core import engines, recovery, tickets
 from kvmanager.core.endings import plan_ended
 from kvmanager.core.events import (
+    READS,
     AcceptTicket,
     Attached,
     AttachRank,
@@ -88,15 +89,15 @@ class Node:
         """Handles one event at `now` (ns, never less than before) and returns what is to be done, in order."""
         state = self.state
         assert now >= state.now
-        idle = self.idle(event, now)
+        unnoted = isinstance(event, READS) or self.idle(event, now)
         state.now = now
         state.effects = []
         try:
             answer = self._handle(event)
         except KVError as error:
             answer = Replied(error)
-        # Not after an idle event: time alone may rank spans anew, and such an event is in no journal.
-        for group in state.groups.values() if not idle else ():
+        # Not after an idle event or a read: time alone may rank spans anew, and such an event is in no journal.
+        for group in state.groups.values() if not unnoted else ():
             pump_writeback(state, group)
         effects = state.effects
         state.effects = []

@@ -96,6 +96,15 @@ def drawn_at(side: str, point: str, draw: random.Random) -> Kill:
     return at_point(side, point, passage, draw.choice(LINGERS_MS))
 
 
+SIMULATED: Final = ("daemon.journal.append", "daemon.apply.after", "daemon.journal.snapshot")
+"""Where a daemon can die that is a core and a journal, as in the simulator."""
+
+
+def simulated(draw: random.Random) -> Kill:
+    """The death of a simulated daemon; the passage is the next one."""
+    return at_point(SOURCE, draw.choices(SIMULATED, (3, 4, 3))[0])
+
+
 def matrix(seed: int) -> list[Kill]:
     """Every point on every side that passes it, and every role at a time of its own; in an order of its own."""
     draw = random.Random(f"matrix/{seed}")

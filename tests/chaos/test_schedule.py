@@ -1,9 +1,21 @@
 """The schedule of kills is data: complete, reproducible, and of processes that there are."""
 
+import random
 from itertools import islice
 
 from kvmanager.killpoints import POINTS
-from tests.chaos.schedule import ROLES, SIDES, WIDEST, Kill, at_point, matrix, random_kills, sides_of
+from tests.chaos.schedule import (
+    ROLES,
+    SIDES,
+    SIMULATED,
+    WIDEST,
+    Kill,
+    at_point,
+    matrix,
+    random_kills,
+    sides_of,
+    simulated,
+)
 
 
 def test_the_matrix_has_every_point_on_every_side_and_every_role_at_any_time():
@@ -37,3 +49,10 @@ def test_only_a_keeper_that_dies_with_its_daemon_costs_the_cache():
     assert at_point("source", "keeper.reclaim").costs_the_cache
     assert not at_point("source", "keeper.start_child").costs_the_cache
     assert not Kill("source", "daemon").costs_the_cache
+
+
+def test_the_simulator_kills_its_daemon_at_each_of_its_points():
+    draw = random.Random(0)
+    kills = [simulated(draw) for _ in range(100)]
+    assert {kill.point for kill in kills} == set(SIMULATED) <= set(POINTS)
+    assert all(kill.role == "daemon" for kill in kills)

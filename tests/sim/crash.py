@@ -28,6 +28,7 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.node import Node
 from kvmanager.journalcodec import Codec, configuration
+from tests.chaos.schedule import Kill
 from tests.sim.harness import World
 
 HALF_BYTES = 64 << 20
@@ -58,12 +59,15 @@ class Crashes:
         self._journal.close()
         os.close(self._fd)
 
-    def arm(self) -> None:
-        """The next event that will do is not survived: it is lost in the middle of its record, or its effects are."""
-        draw = self.world.draw
-        if draw.random() < 0.3:
+    def arm(self, kill: Kill) -> None:
+        """The next event that will do is not survived: it is lost in the middle of its record, or its effects are.
+
+        After a death behind a snapshot there is no record at all.
+        """
+        if kill.point == "daemon.journal.snapshot":
             self._journal.snapshot(self.world.node)
-        self._torn, self._mute = (draw.random(), False) if draw.random() < 0.5 else (None, True)
+        lost_effects = kill.point == "daemon.apply.after"
+        self._torn, self._mute = (None, True) if lost_effects else (self.world.draw.random(), False)
 
     def before(self, event: Event) -> bool:
         """Ahead of an event: perhaps the daemon dies while it writes its record. True: nobody says the event again."""
@@ -79,7 +83,7 @@ class Crashes:
                 return True  # the next daemon met the next mover at once, and knows no other
         self._left_out = node.idle(event, now) or isinstance(event, READS)
         self._idle_events += self._left_out
-        looked_at = self._left_out and self._idle_events % 4 == 0
+        looked_at = self._left_out and (isinstance(event, READS) or self._idle_events % 4 == 0)
         self._digest = state_digest(node.state) if looked_at else ""
         return False
 

@@ -15,6 +15,7 @@ from itertools import count
 
 from kvmanager.core.events import CopyOutcome, RenewTickets, Reset, ResetDone, Tick
 from kvmanager.core.eviction import POLICIES, Policy
+from tests.chaos.schedule import simulated
 from tests.sim.content import Memory, Text
 from tests.sim.crash import Crashes
 from tests.sim.engine import SimEngine
@@ -157,7 +158,7 @@ class Simulation:
                 world.kill_mover()
             case "crash":
                 assert world.crashes is not None
-                world.crashes.arm()
+                world.crashes.arm(simulated(draw))
 
     def _reset(self, world: World, group: str) -> None:
         """An operator has everything forgotten that the group has cached."""
