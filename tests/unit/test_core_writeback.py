@@ -2,7 +2,21 @@
 
 import numpy as np
 
-from kvmanager.core.events import Close, Closing, CopyOutcome, MoverGone, Tick, Trim, TurnEnded
+from kvmanager.core.digest import state_digest
+from kvmanager.core.endings import plan_ended
+from kvmanager.core.events import (
+    CheckTicket,
+    Close,
+    Closing,
+    CopyOutcome,
+    Drain,
+    MoverGone,
+    Replied,
+    SubmitPlan,
+    Tick,
+    Trim,
+    TurnEnded,
+)
 from kvmanager.core.eviction import return_rate
 from kvmanager.core.pool import PageState
 from kvmanager.core.spans import DEVICE, HOST, CopyState
@@ -47,6 +61,22 @@ def test_the_limit_of_plans_in_flight():
     driver.end_all()
     assert driver.counters["offload"] == 8
     driver.leave(client)
+
+
+def test_a_read_starts_no_copy_for_no_journal_has_it():
+    """A replay would not start it: the pages and plan ids of all that follows would be others."""
+    driver = Driver([sharded_group(16, 16)], Limits(plans_in_flight=1, batch_spans=1))
+    client = Client(driver, "p")
+    client.open(1, 4 * SPAN, "a")
+    client.commit(1, 4 * SPAN)
+    client.run()
+    node, (plan_id,) = driver.node, driver.plans
+    plan_ended(node.state, plan_id, CopyOutcome.DONE, None)  # room for the next copy, which an event would start
+    before = state_digest(node.state)
+    (effect,) = node.apply(CheckTicket("none", np.zeros(1, np.uint32)), node.state.now)
+    assert isinstance(effect, Replied)
+    assert state_digest(node.state) == before
+    assert any(isinstance(effect, SubmitPlan) for effect in node.apply(Drain("over"), node.state.now))
 
 
 def test_a_private_twin_is_not_offloaded():
