@@ -14,6 +14,7 @@ from kvmanager.core.events import (
     Replied,
     SubmitPlan,
     Tick,
+    TimelinesRead,
     Trim,
     TurnEnded,
 )
@@ -358,4 +359,24 @@ def test_what_was_declined_is_written_when_its_rank_has_changed():
     driver.end_all()
     assert driver.counters["offload"] == 6
     assert driver.counters["host_reclaim"] == 3
+    driver.leave(client)
+
+
+def test_what_has_something_to_do_is_not_left_out_of_the_journal():
+    driver = Driver([sharded_group(6, 4)])
+    client = Client(driver, "p")
+    client.serve(1, 4 * SPAN, "readers")
+    driver.apply(Trim("p", "p/hbm", 6))
+    client.open(2, 4 * SPAN + 1, "readers")
+    client.open(3, SPAN, "dirty")
+    client.commit(3, SPAN)
+    client.close(3)
+    node = driver.node
+    told = dict.fromkeys(client.attaches, client.value)
+    assert not node.idle(TimelinesRead(told), driver.now)
+    client.run()
+    assert node.idle(TimelinesRead(told), driver.now), "said before"
+    assert node.state.groups["p"].blocked
+    assert not node.idle(Tick(), driver.now), "the blocked write-back is looked at again"
+    driver.end_all()
     driver.leave(client)
