@@ -80,7 +80,8 @@ def outstanding_promise(group: Group, request: Request) -> dict[str, int]:
         promise[pool] = promise.get(pool, 0) + slabs
 
     for part in request.chains:
-        for pool, slabs in growth_promise(group, part.chain.spec, request.most_tokens - part.end_token).items():
+        growth = request.most_tokens - part.end_token
+        for pool, slabs in growth_promise(group, part.chain.spec, growth).items() if growth > 0 else ():
             add(pool, slabs)
         if group.spec.sparse is None:
             continue
@@ -101,6 +102,8 @@ def update_promise(state: State, request: Request) -> None:
     group = state.groups[request.group]
     wanted = outstanding_promise(group, request)
     had, request.unbacked_slabs = request.promised, 0
+    if not (wanted or had):
+        return
     for pool, slabs in had.items():
         group.pools[pool].promised_slabs -= slabs
     if group.spec.sparse is not None:
@@ -180,6 +183,8 @@ def _claim(state: State, group: Group, who: tuple[str, int, int], rank: tuple[in
 
 def _claimed(state: State, group: Group, pool: str, rank: tuple[int, int], who: tuple[str, int, int]) -> int:
     """Slabs held back for those that were refused and rank higher; claims that are over are forgotten."""
+    if not group.claims:
+        return 0
     for old in [key for key, claim in group.claims.items() if state.now - claim.since > 2 * state.limits.claim_hold_ns]:
         del group.claims[old]
     return sum(

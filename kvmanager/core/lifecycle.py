@@ -6,7 +6,6 @@ import numpy as np
 
 from kvmanager.core.events import Opened
 from kvmanager.core.request import Phase, Request
-from kvmanager.core.rows import RowList
 from kvmanager.core.sessions import leave_session
 from kvmanager.core.spans import DEVICE, NO_SPAN
 from kvmanager.core.state import State
@@ -61,7 +60,9 @@ def drop_request(state: State, request: Request) -> None:
             part.chain.table.unanchor(part.anchors.array)
         part.chain.index.touch(held, state.now)
         part.chain.unpin(held)
-        part.rows, part.anchors, part.anchor = RowList(), RowList(), NO_SPAN
+        part.rows.shorten(0)
+        part.anchors.shorten(0)
+        part.anchor = NO_SPAN
     for number, row in request.donors:
         group.chains[number].unpin([row])
     request.donors = []

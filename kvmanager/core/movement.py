@@ -7,6 +7,7 @@ import numpy as np
 from kvmanager.core.events import SubmitPlan
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.plans import CopyPlan, Purpose, Rows, StridedCopies, copy_rows, copy_whole_pages
+from kvmanager.core.rows import RowArray
 from kvmanager.core.spans import DEVICE, HOST
 from kvmanager.core.spec import Placement
 from kvmanager.core.state import CopyJob, State, concat
@@ -66,16 +67,22 @@ def _between(copies: StridedCopies, source_region: int, target_region: int) -> S
     )
 
 
-def span_rows(chain: Chain, page_class: int, tier: int, row: int, tokens: int) -> Rows:
-    """Where the first `tokens` tokens of a span lie, one entry a token (rank 0's copy of a replicated span)."""
-    spec = chain.spec
-    page, slot = chain.table.order(row).place(np.arange(tokens, dtype=np.int64))
-    pages = chain.table.pages[page_class, tier, row]
+def span_rows(chain: Chain, page_class: int, tier: int, rows: RowArray, tokens: int) -> Rows:
+    """Where the first `tokens` tokens of spans of one order lie, one entry a token (rank 0's copy of a replicated one).
+
+    All spans but the last are covered whole.
+    """
+    spec, order = chain.spec, chain.table.order(int(rows[0]))
+    page, slot = order.place(np.arange(spec.span_tokens(order), dtype=np.int64))
+    pages = chain.table.pages[page_class, tier, rows]
     c = chain.page_class(page_class)
     regions = np.asarray(c.device_regions if tier == DEVICE else c.host_regions, np.int32)
     if spec.placement is Placement.REPLICATED:
-        return Rows(np.full(tokens, regions[0], np.int32), pages[page], slot)
-    return Rows(regions[page % spec.ranks], pages[page // spec.ranks], slot)
+        rank, entry = np.zeros_like(page), page
+    else:
+        entry, rank = np.divmod(page, spec.ranks)
+    spans = len(rows)
+    return Rows(np.tile(regions[rank], spans), pages[:, entry].reshape(-1), np.tile(slot, spans))[:tokens]
 
 
 def copy_on_write(state: State, chain: Chain, donor: int, row: int, tokens: int) -> CopyPlan:

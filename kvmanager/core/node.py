@@ -193,7 +193,8 @@ class Node:
             if attach_id in known:
                 known[attach_id] = max(known[attach_id], value)
         for engine in self.state.all_engines():
-            resolve_fences(self.state, engine)
+            if engine.fences or engine.ended:
+                resolve_fences(self.state, engine)
 
     @property
     def fences_pending(self) -> bool:

@@ -194,7 +194,8 @@ def _demands(group: Group, request: Request, shapes: list[_Shape]) -> Demands:
             missing = chain.absent(c, DEVICE, shape.match.rows)
             onboarded = int(chain.widths(missing).sum()) if len(missing) else 0
             demands.add_now(page_class.device_pool, page_class.name, pages + onboarded)
-        for pool, slabs in growth_promise(group, chain.spec, request.most_tokens - end).items():
+        growth = request.most_tokens - end
+        for pool, slabs in growth_promise(group, chain.spec, growth).items() if growth > 0 else ():
             demands.of(pool).later_slabs += slabs
     return demands
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from kvmanager.core.events import AbandonTicket, Open, PullTarget, StartPull
+from kvmanager.core.group import Chain
 from kvmanager.core.movement import span_rows
 from kvmanager.core.plans import Rows
 from kvmanager.core.request import RequestChain
-from kvmanager.core.spans import DEVICE, HOST, CopyState
+from kvmanager.core.rows import RowArray
+from kvmanager.core.spans import DEVICE, FILLING, HOST
 from kvmanager.core.state import Engine, PullJob, State, concat
+from kvmanager.geometry import Int64Array
 
 
 def start_pull(state: State, engine: Engine, event: Open) -> None:
@@ -19,16 +22,16 @@ def start_pull(state: State, engine: Engine, event: Open) -> None:
     request = engine.requests[event.request_id]
     request.cached_tokens = max(request.cached_tokens, event.ticket.committed_tokens)
     part = request.chains[0]
-    rows = part.rows[part.shared :].tolist()
-    start = int(part.chain.table.first_token[rows[0]]) if rows else event.prompt_tokens
+    rows = part.rows[part.shared :]
+    start = int(part.chain.table.first_token[rows[0]]) if len(rows) else event.prompt_tokens
     if start >= event.ticket.committed_tokens:
         state.effects.append(AbandonTicket(event.ticket))
         return
     targets = _pull_targets(part, rows, event.ticket.committed_tokens)
     plan_id = state.new_plan_id()
-    part.chain.table.busy[np.asarray(rows, np.int64)] += 1
+    part.chain.table.busy[rows] += 1
     who = (engine.name, engine.epoch, request.request_id)
-    state.jobs[plan_id] = PullJob(group.spec.name, 0, rows, who, event.ticket)
+    state.jobs[plan_id] = PullJob(group.spec.name, 0, rows.tolist(), who, event.ticket)
     request.waiting_on.add(plan_id)
     state.effects.append(
         StartPull(
@@ -43,23 +46,37 @@ def start_pull(state: State, engine: Engine, event: Open) -> None:
     )
 
 
-def _pull_targets(part: RequestChain, rows: list[int], end: int) -> tuple[PullTarget, ...]:
+def _pull_targets(part: RequestChain, rows: RowArray, end: int) -> tuple[PullTarget, ...]:
+    """Where positions below `end` go, by class and tier. `rows`: spans in token order."""
     chain, table = part.chain, part.chain.table
+    reached = rows[table.first_token[rows] < end]
     targets = []
     for c, page_class in enumerate(chain.spec.classes):
         for tier in (DEVICE, HOST):
-            there = [row for row in rows if table.copies[c, tier, row] == CopyState.FILLING]
-            if not there:
-                continue
-            counts = [min(chain.spec.span_tokens(table.order(row)), end - int(table.first_token[row])) for row in there]
-            pieces = [(row, count) for row, count in zip(there, counts, strict=True) if count > 0]
-            places = [span_rows(chain, c, tier, row, count) for row, count in pieces]
-            positions = [np.arange(count, dtype=np.int64) + table.first_token[row] for row, count in pieces]
-            if places:
-                merged = Rows(
-                    np.concatenate([p.region for p in places]),
-                    np.concatenate([p.page for p in places]),
-                    np.concatenate([p.slot for p in places]),
-                )
-                targets.append(PullTarget(page_class.name, concat(positions), merged))
+            there = reached[table.copies[c, tier, reached] == FILLING]
+            changes = np.diff(table.segments[there]) | np.diff(table.interleave[there])
+            parts = [_placed(chain, c, tier, alike, end) for alike in np.split(there, np.flatnonzero(changes) + 1)]
+            if len(there):
+                targets.append(PullTarget(page_class.name, *(parts[0] if len(parts) == 1 else _joined(parts))))
     return tuple(targets)
+
+
+def _joined(parts: list[tuple[Int64Array, Rows]]) -> tuple[Int64Array, Rows]:
+    places = [rows for _, rows in parts]
+    merged = Rows(
+        np.concatenate([rows.region for rows in places]),
+        np.concatenate([rows.page for rows in places]),
+        np.concatenate([rows.slot for rows in places]),
+    )
+    return concat([positions for positions, _ in parts]), merged
+
+
+def _placed(chain: Chain, page_class: int, tier: int, rows: RowArray, end: int) -> tuple[Int64Array, Rows]:
+    """Positions below `end` of spans of one order, and their places."""
+    if len(rows) == 0:
+        return np.empty(0, np.int64), Rows(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
+    table = chain.table
+    each = np.arange(chain.spec.span_tokens(table.order(int(rows[0]))), dtype=np.int64)
+    positions = (table.first_token[rows][:, None] + each).reshape(-1)
+    positions = positions[: int(np.searchsorted(positions, end))]  # only the last span may be covered in part
+    return positions, span_rows(chain, page_class, tier, rows, len(positions))

@@ -23,8 +23,7 @@ class RowList:
     """A list of rows kept as an array, int64: appended to at the end, and read many at once."""
 
     def __init__(self, rows: Iterable[int] | RowArray = ()) -> None:
-        array = rows if isinstance(rows, np.ndarray) else np.fromiter(rows, np.int64)
-        self._rows: RowArray = np.array(array, np.int64)
+        self._rows: RowArray = np.array(rows if isinstance(rows, np.ndarray | tuple) else list(rows), np.int64)
         self._count = len(self._rows)
 
     @property
@@ -100,6 +99,9 @@ class RowQueue:
 
     def __len__(self) -> int:
         return len(self._rows) - self._taken
+
+    def __bool__(self) -> bool:
+        return len(self._rows) > self._taken
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._rows.array[self._taken :].tolist())

@@ -172,7 +172,7 @@ def settle_tail(state: State, request: Request) -> None:
     """At the end of a request: a published partial tail is ready as far as it is valid."""
     group = state.groups[request.group]
     for number, part in enumerate(request.chains):
-        for row in part.rows[part.settled :].tolist():
+        for row in part.rows.array[part.settled :].tolist():
             if part.chain.table.published[row]:
                 _settle(part.chain, np.asarray([row], np.int64))
                 group.writeback[number].append(row)

@@ -104,7 +104,8 @@ def _apply(state: State, engine: Engine, event: Step) -> StepDone:
         end_turn(state, group, engine.namespace, turn)
     if not entry.empty:
         engine.fences.append(entry)
-    resolve_fences(state, engine)
+    if engine.fences or engine.ended:
+        resolve_fences(state, engine)
     for open_event in event.opens:
         opened.append(_open(state, engine, open_event))
     residency: list[ResidencyRows] = []

@@ -22,7 +22,9 @@ from kvmanager.core.tenants import NOBODY, used_units
 def pump_writeback(state: State, group: Group) -> None:
     """Submits host copies, in the order in which spans became ready, at the pace that `_most_in_flight` sets."""
     for number, queue in enumerate(group.writeback):
-        if not queue and group.unwritten[number]:
+        if not (queue or group.unwritten[number]):
+            continue
+        if not queue:
             _write_coldest(state, group, number)
         if not queue or number in group.blocked:
             continue
