@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +19,12 @@ import typer
 from google.protobuf.message import Message
 from rich.console import Console, RenderableType
 
-from kvmanager import __version__, screens
+from kvmanager import __version__, lockfile, refusal, screens
 from kvmanager.clients.admin import AdminClient, to_plain
 from kvmanager.config import NodeConfig
 from kvmanager.errors import ConfigError, KVError, NotReady
-from kvmanager.keeper import EXIT_CONFIG, EXIT_FAILED
+from kvmanager.exitcodes import EXIT_CONFIG, EXIT_FAILED
+from kvmanager.runtime_dir import KEEPER_LOCK
 from kvmanager.sizing import size_of
 from kvmanager.units import format_bytes
 
@@ -65,6 +67,15 @@ def _find_node(runtime_dir: Path | None, config: Path | None) -> Path:
     return NodeConfig.from_file(config).node.runtime_dir
 
 
+def _admin(where: Path) -> AdminClient:
+    """An operator's client. Raises NotReady, with the keeper's word on why no daemon serves where it has left one."""
+    try:
+        return AdminClient(where)
+    except NotReady as error:
+        note = refusal.read(where)
+        raise error if note is None else NotReady(note) from error
+
+
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
@@ -79,7 +90,7 @@ def _show(
 ) -> None:
     """Asks the node one question and prints the answer."""
     with _one_line_errors():
-        with AdminClient(_find_node(runtime_dir, config)) as client:
+        with _admin(_find_node(runtime_dir, config)) as client:
             reply = ask(client)
         if as_json:
             _print_json(plain(reply))
@@ -147,8 +158,13 @@ def upgrade(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json: 
     began = time.monotonic()
     with _one_line_errors():
         where = _find_node(runtime_dir, config)
-        with AdminClient(where) as client:
-            before = client.upgrade().boot_id
+        keeper = lockfile.holder(where / KEEPER_LOCK)
+        if keeper and refusal.read(where) is not None:  # no daemon is there to ask: the keeper tries what is installed
+            before = 0
+            os.kill(keeper, signal.SIGUSR2)
+        else:
+            with AdminClient(where) as client:
+                before = client.upgrade().boot_id
         reply = _successor(where, before)
     report = {"boot_id": reply.boot_id, "version": reply.version, "seconds": round(time.monotonic() - began, 3)}
     if as_json:

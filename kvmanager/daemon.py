@@ -41,12 +41,12 @@ from kvmanager.deposits import SERVING
 from kvmanager.draining import has_requests, still_held
 from kvmanager.engine_service import EngineService, Gate
 from kvmanager.errors import ConfigError, DaemonError, DeviceError, Draining, KVError, NotReady, StaleBoot
+from kvmanager.exitcodes import EXIT_CONFIG, EXIT_FAILED, EXIT_INVARIANT, EXIT_REPLACED
 from kvmanager.faultin import FaultIn
 from kvmanager.fencing import Fence
 from kvmanager.groups import core_limits, plan_memory
 from kvmanager.handoff import Handoffs
 from kvmanager.journal import Fingerprints, JournalMismatch
-from kvmanager.keeper import EXIT_CONFIG, EXIT_FAILED, EXIT_REPLACED
 from kvmanager.keeperlink import KeeperLink
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership, Registration
@@ -61,7 +61,6 @@ from kvmanager.units import format_bytes
 from kvmanager.wire import MESSAGE_MAX_BYTES
 from kvmanager.worker_service import WorkerService
 
-EXIT_INVARIANT = 77
 STREAM_THREADS = 64
 """Concurrent calls; each open session holds one."""
 SUCCESSOR_S = 30.0
@@ -406,6 +405,8 @@ def _run(config_path: Path, keeper: KeeperLink | None) -> int:
         daemon = Daemon(config, config_path, keeper)
     except (ConfigError, DeviceError) as error:
         _log.critical("%s", error)
+        if keeper is not None:
+            keeper.say(" ".join(str(error).split()))
         return EXIT_CONFIG
     except DaemonError as error:  # the keeper died while this daemon began; the next one starts both
         _log.critical("%s", error)

@@ -29,6 +29,8 @@ from kvmanager.killpoints import reach
 
 SERVING: Final = "serving"
 """The state of a daemon that clients can use."""
+JOURNAL: Final = "journal"
+"""Deposited when a node is ready to serve: from then on what is held is worth keeping."""
 NAME: Final = re.compile(r"[\w.-]{1,200}", re.ASCII)
 """Names of deposits: what systemd's store takes, too."""
 
@@ -71,6 +73,11 @@ class DepositBox:
 
     def __len__(self) -> int:
         return len(self._held)
+
+    @property
+    def warm(self) -> bool:
+        """Whether a daemon could go on with what is held."""
+        return JOURNAL in self._held
 
     @property
     def between_frames(self) -> bool:

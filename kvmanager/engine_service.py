@@ -168,7 +168,8 @@ class EngineService(pb_grpc.EngineServicer):
                 admitted.append(wanted)
             except KVError as error:
                 refused.append(Opened(wanted.request_id, "refused", error=error))
-        answer = self._hub.answer(stream, self._node, tuple(refused))
+        named = tuple(wanted.request_id for wanted in event.opens)
+        answer = self._hub.answer(stream, self._node, named, tuple(refused))
         self._loop.send(replace(event, opens=tuple(admitted)), answer)
 
     def _check_open(self, entry: pb.OpenRequest, registration: Registration) -> None:

@@ -4,7 +4,8 @@ It holds the descriptors of all memory (`kvmanager.deposits`), so a daemon that 
 same bytes. It loads the standard library only: no gRPC, no torch, no numpy, no CUDA.
 
     run: movers, daemon --(death)--> restart with back-off, at most 5 in 60 s, then exit 1
-                        --(daemon exits 0 or 78)--> stop, exit with that code
+                        --(daemon exits 0, or 78 when nothing was ever served)--> stop, exit with that code
+                        --(daemon exits 78: it can't go on with what is held)--> hold it and wait, status says why
                         --(SIGTERM, SIGINT, SIGHUP)--> stop, exit 0
                         --(SIGUSR2)--> the program that is installed now takes over in this process (execve)
     stop: SIGTERM to the daemon, which drains; then to the movers. SIGKILL to what outlasts its deadline,
@@ -30,20 +31,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvmanager import handover, lockfile
+from kvmanager import handover, lockfile, refusal
 from kvmanager.children import Child, KeeperLimits, kill_orphans
 from kvmanager.daemonchannel import DaemonChannel
 from kvmanager.deposits import SERVING, Deposit, DepositBox
 from kvmanager.errors import ConfigError, DaemonError, NotReady
+from kvmanager.exitcodes import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REPLACED
 from kvmanager.keepersignals import KeeperSignals
 from kvmanager.runtime_dir import KEEPER_LOCK, make_private_dir
 from kvmanager.systemd import Systemd, stored_deposits, without_systemd
-
-EXIT_OK: Final = 0
-EXIT_FAILED: Final = 1
-EXIT_REPLACED: Final = 75  # of a daemon that shall be started again at once
-EXIT_CONFIG: Final = 78
-"""As in sysexits.h; a daemon that exits with it is not restarted."""
 
 _CLOSE_S: Final = 20.0  # what the daemon needs after its drain, to close streams and memory
 _log = logging.getLogger("kvmanager.keeper")
@@ -77,7 +73,7 @@ class Keeper:
         self._box = DepositBox(self._systemd, self._on_state)
         self._selector = selectors.DefaultSelector()
         self._channel = DaemonChannel(runtime_dir, self._box, self._selector)
-        self._lock = -1
+        self._daemon_state, self._lock = "", -1
         self._signals = KeeperSignals(self._on_stop)
         self._exit_code: int | None = None  # set once: why the node stops
 
@@ -110,13 +106,13 @@ class Keeper:
             _log.info("gave %d pieces of memory back, %.1f s", held, time.monotonic() - began)
         for child in self._children:
             child.forget()
+        refusal.clear(self._runtime_dir)
         (self._runtime_dir / KEEPER_LOCK).unlink(missing_ok=True)
         os.close(self._lock)
         return self._exit_code
 
     def _on_stop(self) -> None:
-        if self._exit_code is None:
-            self._exit_code = EXIT_OK
+        self._exit_code = self._exit_code or EXIT_OK
 
     def _turn(self, until_s: float | None) -> None:
         """Handles what happens next; returns at `until_s` (monotonic) at the latest."""
@@ -202,6 +198,7 @@ class Keeper:
         environment = without_systemd(dict(os.environ))
         try:
             if child is self._daemon:
+                refusal.clear(self._runtime_dir)
                 with self._channel.pair() as theirs:
                     child.start(environment, [theirs.fileno()], ("--keeper-fd", str(theirs.fileno())))
             else:
@@ -218,6 +215,7 @@ class Keeper:
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._on_death(child))
 
     def _on_state(self, state: str) -> None:
+        self._daemon_state = state
         self._systemd.say(*(["READY=1"] if state == SERVING else []), f"STATUS=the daemon is {state}")
 
     def _on_death(self, child: Child) -> None:
@@ -226,7 +224,9 @@ class Keeper:
         code = self._reap(child)
         if self._exit_code is not None:
             return
-        if child is self._daemon and code in (EXIT_OK, EXIT_CONFIG):
+        if child is self._daemon and code == EXIT_CONFIG and self._box.warm:
+            self._systemd.say(f"STATUS={refusal.leave(self._runtime_dir, self._daemon_state)}")
+        elif child is self._daemon and code in (EXIT_OK, EXIT_CONFIG):
             self._exit_code = code
         elif child is self._daemon and code == EXIT_REPLACED:
             child.restart_at_s = time.monotonic()

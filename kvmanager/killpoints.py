@@ -16,12 +16,14 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 from kvmanager.errors import ConfigError
+from kvmanager.exitcodes import EXIT_CONFIG
 
 VARIABLE: Final = "KVMANAGER_KILL_AT"
 _ORDER_BYTES: Final = 128
@@ -157,7 +159,11 @@ def _armed(environment: Mapping[str, str]) -> Callable[[str], None]:
         return _pass_by
     if text.startswith("@"):
         return _obeying(Path(text[1:]))
-    left = parse(text)
+    try:
+        left = parse(text)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
 
     def count(name: str) -> None:
         if name not in left:
@@ -175,4 +181,4 @@ def _pass_by(_name: str) -> None:
 
 
 reach: Final = _armed(os.environ)
-"""Call it with a point's name where the process may die. A bad variable is a ConfigError when this is imported."""
+"""Call it with a point's name where the process may die. A bad variable ends the program, 78."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from kvmanager.errors import ConfigError, DeviceError, Draining, InvalidArgument, KVError, NotReady
-from kvmanager.keeper import EXIT_CONFIG
+from kvmanager.exitcodes import EXIT_CONFIG
 from kvmanager.killpoints import reach
 from kvmanager.lockfile import holder
 from kvmanager.moverendpoint import MoverEndpoint

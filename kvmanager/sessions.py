@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kvmanager.core.events import Notified, Opened, StepDone
 from kvmanager.core.node import Node
-from kvmanager.errors import KVError, Suspect
+from kvmanager.errors import Draining, KVError, Suspect
 from kvmanager.messages import notice_message, step_reply
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import MESSAGE_MAX_BYTES
@@ -88,6 +88,10 @@ class _Refused:
         return first
 
 
+def _forgotten() -> KVError:
+    return Draining("the daemon refused this before it was restarted; open it again in a new message")
+
+
 class SessionHub:
     """The newest stream of each engine epoch. `answer` and `notify` run in the core's thread."""
 
@@ -120,11 +124,13 @@ class SessionHub:
                 del self._streams[stream.key]
 
     def answer(
-        self, stream: SessionStream, node: Node, refused: tuple[Opened, ...]
+        self, stream: SessionStream, node: Node, named: tuple[int, ...], refused: tuple[Opened, ...]
     ) -> Callable[[StepDone | KVError], None]:
         """What to do with the core's answer to a step: send it with the notices not seen yet, or end the stream.
 
-        `refused`: opens of the message that were kept from the core.
+        `named`: requests that the message opens. `refused`: those of them that were kept from the core. Each gets one
+        answer: the core's, else what it was refused with when it came first. That a daemon before this one refused
+        it, nobody knows any more; the core's stored reply says nothing of it then.
         """
 
         def deliver(answer: StepDone | KVError) -> None:
@@ -134,8 +140,11 @@ class SessionHub:
             engine = node.state.any_engine(*stream.key)
             notices = list(engine.notices) if engine else []
             earlier = self._refused.setdefault(stream.key, _Refused(self._stored_replies))
-            opened = answer.opened + earlier.first(answer.number, refused)
-            stream.put(step_reply(self._boot_id, replace(answer, opened=opened), notices))
+            known = {opened.request_id for opened in answer.opened}
+            kept = [opened for opened in earlier.first(answer.number, refused) if opened.request_id not in known]
+            known.update(opened.request_id for opened in kept)
+            lost = [Opened(number, "refused", error=_forgotten()) for number in named if number not in known]
+            stream.put(step_reply(self._boot_id, replace(answer, opened=(*answer.opened, *kept, *lost)), notices))
 
         return deliver
 

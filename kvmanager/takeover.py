@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 from kvmanager import journal
 from kvmanager.attach import ClientIdentity
@@ -22,7 +22,7 @@ from kvmanager.core.audit import audit
 from kvmanager.core.eviction import Policy
 from kvmanager.core.node import Node
 from kvmanager.core.spec import Limits
-from kvmanager.deposits import Deposit
+from kvmanager.deposits import JOURNAL, Deposit
 from kvmanager.groups import NodeMemory
 from kvmanager.journal import Fingerprints, Journal, JournalMismatch
 from kvmanager.journalcodec import Codec, configuration
@@ -30,7 +30,6 @@ from kvmanager.memory import NodeRegions, region_name
 from kvmanager.peerprocess import open_pidfd
 from kvmanager.wire import RegionInfo
 
-JOURNAL: Final = "journal"
 _log = logging.getLogger("kvmanager.takeover")
 
 

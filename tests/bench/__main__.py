@@ -14,6 +14,7 @@ from tests.bench import (
     death_figures,
     replay_figures,
     request_figures,
+    restart_figures,
     survival_figures,
     wire_figures,
 )
@@ -27,6 +28,7 @@ SUITES: dict[str, Callable[[], Iterator[Figure]]] = {
     "wire": wire_figures.figures,
     "deaths": death_figures.figures,
     "survival": survival_figures.figures,
+    "restart": restart_figures.figures,
 }
 
 

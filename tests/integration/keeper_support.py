@@ -19,7 +19,8 @@ KEEPER = """
 import logging, sys
 from pathlib import Path
 from kvmanager.errors import ConfigError, DaemonError
-from kvmanager.keeper import EXIT_CONFIG, EXIT_FAILED, Keeper, KeeperLimits
+from kvmanager.exitcodes import EXIT_CONFIG
+from kvmanager.keeper import Keeper, KeeperLimits
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 limits = KeeperLimits(drain_s={drain_s}, mover_stop_s={drain_s}, restarts_max=3, backoff_first_s=0.01)
 python = (sys.executable, "-c")

@@ -16,7 +16,8 @@ from keeper_support import MOVER, WAIT_S, gone, keeper, lives
 
 from kvmanager.deposits import Deposit, DepositBox
 from kvmanager.errors import DaemonError
-from kvmanager.keeper import EXIT_CONFIG, main
+from kvmanager.exitcodes import EXIT_CONFIG
+from kvmanager.keeper import main
 from kvmanager.keeperlink import KeeperLink
 
 
@@ -201,3 +202,10 @@ def test_the_keeper_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_daemon_loads_no_torch_and_no_screens() -> None:
+    """A restart takes as long as its imports."""
+    code = "import sys, kvmanager.daemon; print(*{'torch', 'rich', 'typer', 'cupy', 'nixl'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

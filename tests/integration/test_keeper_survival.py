@@ -19,8 +19,8 @@ from keeper_support import (
 
 from kvmanager import lockfile
 from kvmanager.children import kill_orphans
+from kvmanager.exitcodes import EXIT_CONFIG
 from kvmanager.handover import VARIABLE as STATE
-from kvmanager.keeper import EXIT_CONFIG
 from kvmanager.killpoints import VARIABLE as KILL_AT
 
 RSS_MAX_KIB = 30 * 1024

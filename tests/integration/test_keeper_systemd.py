@@ -121,6 +121,7 @@ def test_the_story_of_a_service(systemd, runtime_dir, linked):
         systemd.hear()
         assert systemd.heard[-1]["STATUS"].startswith("the daemon ended with -9; restart in ")
         systemd.hear_until("READY", "1")
+        lines.next("daemon")  # it has its answer and can say more
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=WAIT_S)
         assert process.returncode == 0

@@ -26,7 +26,7 @@ from nodes_support import (
 from kvmanager.clients.admin import AdminClient
 from kvmanager.demo.nodes import NodeProcess
 from kvmanager.errors import Draining, KVError, NotReady
-from kvmanager.keeper import EXIT_CONFIG
+from kvmanager.exitcodes import EXIT_CONFIG
 from kvmanager.protos import kvmanager_pb2 as pb
 
 SLOW_START = """

@@ -276,15 +276,55 @@ def test_a_torn_journal_gives_back_all_that_was_whole(served: Node) -> None:
     served.wait_at_rest()
 
 
-def test_another_configuration_is_refused_with_78_and_says_how_to_go_on(tmp_path) -> None:
+WRONG = {
+    "smaller": lambda text: re.sub(r"host_bytes_per_rank = \d+", f"host_bytes_per_rank = {20 * PAGE_BYTES}", text),
+    "broken": lambda text: text + "\n[nonsense\n",
+}
+
+
+@pytest.mark.parametrize(("what", "why"), [("smaller", "another configuration"), ("broken", "not valid TOML")])
+def test_memory_is_held_while_no_daemon_can_go_on_with_it(tmp_path, what: str, why: str) -> None:
+    with node(tmp_path, "prefill", prefill_toml, pages=64) as served:
+        engine = prefill_engine(served.runtime_dir)
+        tokens = tokens_of(1, 4 * SPAN)
+        run_request(engine, 1, tokens, 1)
+        config = next(tmp_path.rglob("*.toml"))
+        right = config.read_text()
+        config.write_text(WRONG[what](right))
+        boot_id = engine.client.boot_id
+        kill_daemon(served)
+        wait_for(lambda: (served.runtime_dir / "refused.txt").exists(), served.log)
+        status = command("status", served)
+        assert status.returncode == 3
+        for said in ("refused adoption", why, "kvmanager serve --cold", "kvmanager upgrade"):
+            assert said in status.stderr, said
+        keeper_log = served.log().count("started the daemon")
+        assert served.process._process.poll() is None, "the node lives"
+        config.write_text(right)
+        upgraded = command("upgrade", served)
+        assert upgraded.returncode == 0, upgraded.stderr
+        assert served.log().count("started the daemon") == keeper_log + 1
+        assert not (served.runtime_dir / "refused.txt").exists()
+        assert run_request(engine, 2, tokens, 1) == 4 * SPAN - SPAN // 2, "nothing was lost"
+        assert engine.client.boot_id > boot_id
+        assert "cold start" not in served.log()
+        engine.close()
+
+
+def test_a_node_that_waits_for_its_operator_stops_when_told(tmp_path) -> None:
     with node(tmp_path, "prefill", prefill_toml, pages=64) as served:
         config = next(tmp_path.rglob("*.toml"))
-        smaller = re.sub(r"host_bytes_per_rank = \d+", f"host_bytes_per_rank = {20 * PAGE_BYTES}", config.read_text())
-        config.write_text(smaller)
+        config.write_text(WRONG["smaller"](config.read_text()))
         kill_daemon(served)
-        assert served.process._process.wait(20) == 78
-        assert "another configuration" in served.log()
-        assert "kvmanager serve --cold" in served.log()
+        wait_for(lambda: (served.runtime_dir / "refused.txt").exists(), served.log)
+        served.process._process.send_signal(signal.SIGTERM)
+        assert served.process._process.wait(20) == 0
+        assert not (served.runtime_dir / "refused.txt").exists()
+
+
+def command(word: str, served: Node) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "kvmanager.cli", word, "--runtime-dir", str(served.runtime_dir)]
+    return subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_a_client_of_a_cold_daemon_is_told_to_register_again(tmp_path) -> None:

@@ -121,12 +121,13 @@ def test_an_order_by_name_is_for_a_first_child_only():
         ("keeper.forget:1,keeper.forget:2", "named twice"),
     ],
 )
-def test_a_bad_variable_is_a_typed_error_at_the_start(value, complaint):
+def test_a_bad_variable_ends_the_program_with_78(value, complaint):
     with pytest.raises(ConfigError, match=complaint):
         killpoints.parse(value)
     done = run(value)
-    assert done.returncode == 1
-    assert "ConfigError: KVMANAGER_KILL_AT" in done.stderr
+    assert done.returncode == 78
+    assert done.stderr.startswith("error: KVMANAGER_KILL_AT: ")
+    assert done.stderr.count("\n") == 1, "a plain message"
 
 
 def test_an_armed_process_knows_its_points():
