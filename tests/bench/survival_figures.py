@@ -129,8 +129,8 @@ def _replay_figures() -> Iterator[Figure]:
     try:
         start = thread_time()
         replay_file(
-            None, lanes=64, pool_tokens=2_000_000, requests=REPLAYED, seed=42, policy="return-rate", ranks=8, min_peak=0,
-            hints=True,
+            None, lanes=64, pool_tokens=2_000_000, requests=REPLAYED, seed=42, policy="return-rate", ranks=8,
+            min_peak=0, hints=True,
         )
         whole_s = thread_time() - start
     finally:
