@@ -397,9 +397,15 @@ class EngineClient:
             self._changed.notify_all()
 
 
+_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
 def _is_connection_lost(error: grpc.RpcError | None) -> bool:
-    """Whether the stream broke underneath, as opposed to the daemon ending it with an answer."""
-    if not isinstance(error, grpc.Call) or error.code() is not grpc.StatusCode.UNAVAILABLE:
+    """Whether the stream broke underneath, as opposed to the daemon ending it with an answer.
+
+    A daemon that dies while it answers may leave its calls cancelled; it never cancels one as an answer.
+    """
+    if not isinstance(error, grpc.Call) or error.code() not in _BROKEN:
         return False
     return all(key != ERROR_METADATA_KEY for key, _ in error.trailing_metadata() or ())
 

@@ -213,14 +213,7 @@ class Chaos:
     def _look_at(self, side: Side, kill: Kill) -> None:
         """Both nodes serve, the audit holds, and what was found before is found again, byte for byte."""
         side.mend()
-        log = side.new_log()
-        cold = "cold start" in log
-        self._report.cold_starts += cold
-        if cold and not (kill.costs_the_cache and kill.side == side.name):
-            self._report.failures.append(f"{self._where}: {side.name} started cold:\n{side.node.log_tail()}")
-        for sign in ("Traceback", "InvariantViolation", "giving up"):
-            if sign in log:
-                self._report.failures.append(f"{self._where}: {side.name} logged {sign!r}:\n{_around(log, sign)}")
+        cold = self._started_cold(side, kill)
         self._report.failures += [f"{self._where}: {wrong}" for wrong in side.ledger()]
         result = None
         for _ in range(VERIFY_TRIES):
@@ -231,6 +224,7 @@ class Chaos:
         else:
             self._report.failures.append(f"{self._where}: {side.name}: the prompts can't be opened again")
             return
+        cold = self._started_cold(side, kill) or cold  # it may have been killed again meanwhile
         forgotten = side.view.counters()["eviction"]
         if side.found and not cold and forgotten == side.forgotten:
             pairs = zip(side.found, result["found"], strict=True)
@@ -239,6 +233,18 @@ class Chaos:
                 self._report.failures.append(f"{self._where}: {side.name} lost what was committed: {lost}")
         side.found, side.forgotten = result["found"], forgotten
         self._report.prompt_tokens_found += sum(side.found)
+
+    def _started_cold(self, side: Side, kill: Kill) -> bool:
+        """Whether the node's log says so since the last look; what it must not say is a failure."""
+        log = side.new_log()
+        cold = "cold start" in log
+        self._report.cold_starts += cold
+        if cold and not (kill.costs_the_cache and kill.side == side.name):
+            self._report.failures.append(f"{self._where}: {side.name} started cold:\n{side.node.log_tail()}")
+        for sign in ("Traceback", "InvariantViolation", "giving up"):
+            if sign in log:
+                self._report.failures.append(f"{self._where}: {side.name} logged {sign!r}:\n{_around(log, sign)}")
+        return cold
 
     # ------------------------------------------------------------------------------------- rest
 
