@@ -3,6 +3,8 @@ PYTHON ?= python3
 # Passed to pip, for example an index that has CPU-only builds of torch: PIP_FLAGS="--extra-index-url URL".
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+# Test files at one time. Most of them wait for processes more than they compute.
+JOBS ?= 4
 # make chaos: kills, and their seed (default: a new one, printed).
 KILLS ?= 200
 SEED ?=
@@ -38,7 +40,7 @@ demo: $(STAMP) ## replay real agent sessions through a prefill and a decode node
 	$(BIN)/kvmanager demo
 
 test: $(STAMP) ## the default tests
-	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(PYTEST_FLAGS)
 
 test-long: $(STAMP) ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m long $(PYTEST_FLAGS) || { \

@@ -218,7 +218,7 @@ def _check_tenant(state: State, group: Group, tenant: int, demands: Demands, own
                 needed=-(-needed // unit),
                 free=max(most - held, 0) // unit,
                 holder=f"tenant {name_}",
-                retry_after_ns=max(state.pace.request_ns, state.limits.retry_after_ns),
+                retry_after_ns=max(state.pace.request_ns, state.limits.retry_after_ns) if needed <= most else 0,
             )
         over.append((pool, used + promised * unit + needed - state.tenants.ceiling_units(tenant, pool)))
     for pool, units in over:

@@ -155,23 +155,23 @@ def test_when_keeper_and_daemon_die_the_next_start_is_cold_and_says_so(served, t
     mover = served.admin.status().movers[0].pid
     kill_keeper(served)
     kill_and_wait(served.pid_of("daemon"))
-    wait_for(lambda: len(traffic.refused) > 0)
     assert Path(f"/proc/{mover}").exists(), "the mover does not know yet"
     with next_keeper(tmp_path) as keeper:
         served.process = keeper
         served.reopen()
+        wait_for(lambda: len(traffic.refused) > 0)
         log = served.log()
         assert "cold start, the cache is lost" in log
         assert "killed what was left: mover-cpu" in log
-        assert not Path(f"/proc/{mover}").exists()
+        wait_for(lambda: not Path(f"/proc/{mover}").exists())
         assert served.admin.status().movers[0].pid != mover
         assert served.counters()["prefix_hit"] == 0
+        traffic._stop.set()
+        traffic._thread.join()
         again = Traffic(served.runtime_dir)
         again.goes_on()
         again.stop()
         served.wait_at_rest()
-    traffic._stop.set()
-    traffic._thread.join()
     with contextlib.suppress(KVError):
         traffic.engine.close()
 
