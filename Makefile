@@ -43,7 +43,7 @@ test: $(STAMP) ## the default tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(PYTEST_FLAGS)
 
 test-long: $(STAMP) ## the tests that take minutes
-	$(BIN)/python -m pytest -q -m long $(PYTEST_FLAGS) || { \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m long --durations=12 $(PYTEST_FLAGS) || { \
 	  rc=$$?; test $$rc -ne 5 || echo "make test-long: no test is marked long, so nothing was tested" >&2; exit $$rc; }
 
 sim: $(STAMP) ## seeded histories of the core: SEEDS=300 EVENTS=2000 FIRST=0
