@@ -137,7 +137,10 @@ class SimEngine:
     def _take(self, pending: Pending, reply: StepDone) -> None:
         self.number += 1
         self.last = (pending.message, reply)
-        # A notice that came after the message was made may have refused what it closes.
+        for answer, (_, request) in zip(reply.opened, pending.opens, strict=True):
+            self._opened(answer, request)
+        # A reply brings the notices not seen yet; one may have refused what the message closes.
+        self._read_notices()
         gone = {close.request_id for close in pending.closes} - self.requests.keys()
         assert all(e.request_id in gone and isinstance(e.error, UnknownRequest) for e in reply.errors), reply.errors
         for said in pending.message.progress:
@@ -146,8 +149,6 @@ class SimEngine:
             self._grown(grown)
         for closed in pending.closes:
             self.requests.pop(closed.request_id, None)
-        for answer, (_, request) in zip(reply.opened, pending.opens, strict=True):
-            self._opened(answer, request)
         for rows in reply.residency:
             self.requests[rows.request_id].residency(rows)
         for hot in reply.hot:
@@ -178,7 +179,6 @@ class SimEngine:
         known = self.world.node.state.engines[self.name].notices
         kept = [n.notice for n in self.world.inbox.get((self.name, self.epoch), [])]
         assert [n for n in known if n.sequence > self.seen] == kept, "a notice was forgotten before it was seen"
-        self._read_notices()  # the daemon sends them before anything else
         before = self._accounts()
         again = pending.reply is not None
         self._send(pending)
