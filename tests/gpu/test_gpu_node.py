@@ -32,6 +32,7 @@ from nodes_support import (
     page_bytes_of,
     prefill_engine,
     prefill_toml,
+    rotate,
     run_request,
     says,
     script,
@@ -66,15 +67,6 @@ def context() -> None:
 def served(tmp_path: Path) -> Iterator[Node]:
     with memory_is_given_back(), node(tmp_path, "prefill", prefill_toml, device="cuda:0") as running:
         yield running
-
-
-def rotate(served: Node, seeds: list[int]) -> None:
-    """More prompts than HBM holds, twice: offloaded, evicted, onboarded, and always the right bytes."""
-    engine = prefill_engine(served.runtime_dir)
-    for number, seed in enumerate(seeds * 2):
-        run_request(engine, number, tokens_of(seed, 5 * SPAN), seed)
-    engine.close()
-    served.wait_at_rest()
 
 
 def test_hbm_is_offloaded_and_comes_back_and_the_daemon_stays_out_of_the_gpu(served: Node) -> None:

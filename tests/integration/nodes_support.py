@@ -275,6 +275,15 @@ def run_request(engine: AttachedEngine, request_id: int, tokens: np.ndarray, see
     return int(opened.cached_tokens)
 
 
+def rotate(served: Node, seeds: list[int]) -> None:
+    """More prompts than HBM holds, twice: all are offloaded, evicted from HBM and onboarded, with the right bytes."""
+    engine = prefill_engine(served.runtime_dir)
+    for number, seed in enumerate(seeds * 2):
+        run_request(engine, number, tokens_of(seed, 5 * SPAN), seed)
+    engine.close()
+    served.wait_at_rest()
+
+
 @contextlib.contextmanager
 def script(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A Python process of its own that can import this module's neighbours; killed at the end."""

@@ -17,6 +17,7 @@ from nodes_support import (
     open_of,
     prefill_engine,
     prefill_toml,
+    rotate,
     run_request,
     tokens_of,
     wait_for,
@@ -31,15 +32,6 @@ from kvmanager.protos import kvmanager_pb2 as pb
 def served(tmp_path):
     with node(tmp_path, "prefill", prefill_toml) as running:
         yield running
-
-
-def rotate(served: Node, seeds: list[int]) -> None:
-    """More prompts than HBM holds, twice: all are offloaded, evicted from HBM and onboarded, with the right bytes."""
-    engine = prefill_engine(served.runtime_dir)
-    for number, seed in enumerate(seeds * 2):
-        run_request(engine, number, tokens_of(seed, 5 * SPAN), seed)
-    engine.close()
-    served.wait_at_rest()
 
 
 def test_a_killed_mover_comes_back_and_moves_the_right_bytes(served: Node) -> None:
