@@ -12,34 +12,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from kvmanager.core.events import (
-    Attached,
-    AttachRank,
-    Close,
-    Closing,
-    Event,
-    Open,
-    Progress,
-    Registered,
-    RegisterEngine,
-    Replied,
-    Step,
-    StepDone,
-    Tick,
-    TimelinesRead,
-    Trim,
-    TurnEnded,
-)
+from kvmanager.core.events import Close, Closing, Open, Progress, Trim
 from kvmanager.core.eviction import POLICIES
-from kvmanager.core.node import Node
 from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec
-from kvmanager.errors import InvalidArgument, KVError
+from kvmanager.errors import InvalidArgument
 from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
 from kvmanager.layout import GLM53, native_layout
+from kvmanager.replay.engine import ReplayEngine
 from kvmanager.replay.stream import BLOCK_TOKENS, Request
-from kvmanager.units import SECOND_NS
 
-GROUP, POOL, ENGINE = "replay", "replay/hbm", "replay"
+GROUP, POOL = "replay", "replay/hbm"
 WORKING_TOKENS = 1 << 20
 """Room for the request in hand: the longest prompt of GLM-5.3."""
 WARM_UP = 0.25
@@ -90,73 +72,25 @@ def _spans(tokens: int, order: TokenOrder) -> int:
     return tokens // (order.segments * BLOCK_TOKENS)
 
 
-class _Engine:
+class _Engine(ReplayEngine):
     """The one engine of a replay: opens, commits and closes a request at one moment."""
 
     def __init__(self, pool_tokens: int, ranks: int, policy: str) -> None:
         spec = group_spec(pool_tokens, ranks)
-        self.node = Node([spec], Limits(growth_cap_tokens=1), policy=POLICIES[policy])
-        self._now = 0
-        self._number = 0
+        super().__init__(spec, Limits(growth_cap_tokens=1), policy)
         self._working = spec.pools[0].slabs - _spans(pool_tokens, spec.chains[0].order)
-        fingerprints = (spec.chains[0].classes[0].layout.fingerprint,)
-        registered = self._ask(RegisterEngine(ENGINE, GROUP, b"replay", 16, BLOCK_TOKENS, fingerprints, ranks))
-        assert isinstance(registered, Registered)
-        self._epoch = registered.epoch
-        self._attaches = []
-        for rank in range(ranks):
-            attached = self._ask(AttachRank(ENGINE, self._epoch, rank, rank))
-            assert isinstance(attached, Attached)
-            self._attaches.append(attached.attach_id)
-
-    def at(self, moment_s: float) -> None:
-        """Time goes on; it never goes back."""
-        self._now = max(self._now, int(moment_s * SECOND_NS))
-
-    def tick(self) -> None:
-        """What happens with time alone."""
-        self.node.apply(Tick(), self._now)
-
-    def _ask(self, event: Event) -> object:
-        answer = self.node.apply(event, self._now)[0]
-        assert isinstance(answer, Replied)
-        if isinstance(answer.answer, KVError):
-            raise answer.answer
-        return answer.answer
-
-    def _step(
-        self,
-        opens: tuple[Open, ...] = (),
-        progress: tuple[Progress, ...] = (),
-        closes: tuple[Close, ...] = (),
-        turn_ends: tuple[TurnEnded, ...] = (),
-    ) -> StepDone:
-        """One message, and the proof that the work before it is done."""
-        self._number += 1
-        fence = dict.fromkeys(self._attaches, self._number)
-        self.node.apply(TimelinesRead(fence), self._now)
-        done = self._ask(
-            Step(ENGINE, self._epoch, self._number, 0, fence, progress, opens, closes, turn_ends)
-        )
-        assert isinstance(done, StepDone)
-        return done
 
     def request(self, number: int, request: Request) -> int:
         """Runs a request; returns the tokens of its prompt that were cached."""
         # One token more than the recorded blocks: a prompt's last token is always computed.
         tokens = request.tokens + 1
-        opened = self._step(opens=(Open(number, tokens, 0, request.keys(), request.session_id),)).opened[0]
+        opened = self.step(opens=(Open(number, tokens, 0, request.keys(), request.session_id),)).opened[0]
         if opened.error is not None:
             raise opened.error
         commit = Progress(number, tokens, tokens)
-        self._step(progress=(commit,), closes=(Close(number, Closing.FINISHED),))
-        self.node.apply(Trim(GROUP, POOL, self._working), self._now)
+        self.step(progress=(commit,), closes=(Close(number, Closing.FINISHED),))
+        self.apply(Trim(GROUP, POOL, self._working))
         return opened.cached_tokens
-
-    def turn_ends(self, request: Request) -> None:
-        """The request's answer is complete: its session is idle, or over."""
-        if request.session_id:
-            self._step(turn_ends=(TurnEnded(request.session_id, request.stop_reason, request.last),))
 
 
 class Clock(Protocol):

@@ -13,42 +13,20 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 
-from kvmanager.core.events import (
-    Attached,
-    AttachRank,
-    Close,
-    Closing,
-    CopyOutcome,
-    Effect,
-    Event,
-    Notified,
-    Open,
-    PlanEnded,
-    Progress,
-    Registered,
-    RegisterEngine,
-    Replied,
-    Step,
-    StepDone,
-    SubmitPlan,
-    Tick,
-    TimelinesRead,
-    TurnEnded,
-)
+from kvmanager.core.events import Close, Closing, CopyOutcome, Open, PlanEnded, Progress
 from kvmanager.core.eviction import POLICIES
-from kvmanager.core.node import Node
-from kvmanager.core.plans import CopyPlan, Purpose
+from kvmanager.core.plans import Purpose
 from kvmanager.core.spec import ChainSpec, GroupSpec, Inclusion, Limits, MissCosts, PageClass, Placement, PoolSpec
-from kvmanager.errors import CapacityError, InvalidArgument, KVError
+from kvmanager.errors import CapacityError, InvalidArgument
 from kvmanager.geometry import SEQUENTIAL, ShardGeometry
 from kvmanager.layout import GLM53, native_layout
+from kvmanager.replay.engine import ReplayEngine
 from kvmanager.replay.run import TICK_S, WARM_UP, Progressed, Timeline
 from kvmanager.replay.stream import BLOCK_TOKENS, Request
-from kvmanager.units import SECOND_NS
 
 BATCH_SPANS = 4096
 """Copies are done at once here, so they are cut as seldom as can be."""
-GROUP, DEVICE_POOL, HOST_POOL, ENGINE = "replay", "replay/hbm", "replay/host", "replay"
+GROUP, DEVICE_POOL, HOST_POOL = "replay", "replay/hbm", "replay/host"
 
 
 @dataclass(frozen=True)
@@ -139,84 +117,42 @@ class Served:
     refused: bool = False
 
 
-class TierEngine:
+class TierEngine(ReplayEngine):
     """The one engine of a replay with two tiers, and its mover: every copy is done as soon as it is asked for.
 
     `moved`: bytes of all ranks, by purpose.
     """
 
     def __init__(self, spec: GroupSpec, limits: Limits, policy: str) -> None:
-        self.node = Node([spec], limits, policy=POLICIES[policy])
+        super().__init__(spec, limits, policy)
         self.moved: Counter[Purpose] = Counter()
         self._spec = spec
-        self._now = 0
-        self._number = 0
-        self._seen = 0
-        self._plans: list[CopyPlan] = []
-        prints = (spec.chains[0].classes[0].layout.fingerprint,)
-        registered = self._ask(RegisterEngine(ENGINE, GROUP, b"replay", 16, BLOCK_TOKENS, prints, spec.ranks))
-        assert isinstance(registered, Registered)
-        self._epoch = registered.epoch
-        self._attaches = []
-        for rank in range(spec.ranks):
-            attached = self._ask(AttachRank(ENGINE, self._epoch, rank, rank))
-            assert isinstance(attached, Attached)
-            self._attaches.append(attached.attach_id)
-
-    def at(self, moment_s: float) -> None:
-        """Time goes on; it never goes back."""
-        self._now = max(self._now, int(moment_s * SECOND_NS))
 
     def tick(self) -> None:
         """What happens with time alone."""
-        self._apply(Tick())
+        super().tick()
         self._copy_all()
-
-    def _apply(self, event: Event) -> list[Effect]:
-        effects = self.node.apply(event, self._now)
-        self._plans += [effect.plan for effect in effects if isinstance(effect, SubmitPlan)]
-        self._seen += sum(isinstance(effect, Notified) for effect in effects)
-        return effects
-
-    def _ask(self, event: Event) -> object:
-        answer = self._apply(event)[0]
-        assert isinstance(answer, Replied)
-        if isinstance(answer.answer, KVError):
-            raise answer.answer
-        return answer.answer
 
     def _copy_all(self) -> None:
         """Ends every plan, and those that follow from that."""
-        while self._plans:
-            plan = self._plans.pop(0)
+        while self.plans:
+            plan = self.plans.pop(0)
             self.moved[plan.purpose] += plan.total_bytes
-            self._apply(PlanEnded(plan.plan_id, CopyOutcome.DONE))
-
-    def _step(self, opens: tuple[Open, ...] = (), progress: tuple[Progress, ...] = (),
-              closes: tuple[Close, ...] = (), turn_ends: tuple[TurnEnded, ...] = ()) -> StepDone:  # fmt: skip
-        """One message, and the proof that the work before it is done."""
-        self._number += 1
-        fence = dict.fromkeys(self._attaches, self._number)
-        self._apply(TimelinesRead(fence))
-        done = self._ask(
-            Step(ENGINE, self._epoch, self._number, self._seen, fence, progress, opens, closes, turn_ends)
-        )
-        assert isinstance(done, StepDone)
-        return done
+            self.apply(PlanEnded(plan.plan_id, CopyOutcome.DONE))
 
     def request(self, number: int, request: Request) -> Served:
         """Runs a request to its end; a prompt that does not fit is computed without leaving anything."""
         # One token more than the recorded blocks: a prompt's last token is always computed.
         tokens = request.tokens + 1
         loaded = self.moved[Purpose.ONBOARD]
-        opened = self._step(opens=(Open(number, tokens, 0, request.keys(), request.session_id),)).opened[0]
+        opened = self.step(opens=(Open(number, tokens, 0, request.keys(), request.session_id),)).opened[0]
         if opened.error is not None:
             if not isinstance(opened.error, CapacityError):
                 raise opened.error
             return Served(refused=True)
         self._copy_all()
         commit = Progress(number, tokens, tokens)
-        self._step(progress=(commit,), closes=(Close(number, Closing.FINISHED),))
+        self.step(progress=(commit,), closes=(Close(number, Closing.FINISHED),))
         self._copy_all()
         token_bytes = self._spec.chains[0].classes[0].page_bytes // BLOCK_TOKENS
         loaded_tokens = (self.moved[Purpose.ONBOARD] - loaded) // token_bytes
@@ -224,8 +160,7 @@ class TierEngine:
 
     def turn_ends(self, request: Request) -> None:
         """The request's answer is complete: its session is idle, or over."""
-        if request.session_id:
-            self._step(turn_ends=(TurnEnded(request.session_id, request.stop_reason, request.last),))
+        super().turn_ends(request)
         self._copy_all()
 
 

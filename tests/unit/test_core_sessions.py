@@ -9,7 +9,8 @@ from kvmanager.core.audit import audit
 from kvmanager.core.events import Open
 from kvmanager.core.spans import SHARED
 from kvmanager.errors import InvalidArgument
-from kvmanager.replay.run import ENGINE, GROUP, _Engine, replay
+from kvmanager.replay.engine import ENGINE
+from kvmanager.replay.run import GROUP, _Engine, replay
 from kvmanager.replay.stream import Request
 from tests.sim.bytes_driver import start
 from tests.sim.driver import chain_keys
@@ -77,7 +78,7 @@ def test_what_two_sessions_use_is_shared() -> None:
     # A play is a namespace of its own in a replay, so the second session borrows the first one's keys.
     twin = Request(1, 2, 1, first.nodes, "tool_use", False)
     engine.at(1)
-    engine._step(opens=(Open(2, twin.tokens + 1, 0, twin.keys(), "another"),))
+    engine.step(opens=(Open(2, twin.tokens + 1, 0, twin.keys(), "another"),))
     owners = chain.table.owner[chain.table.live & chain.table.published]
     assert (owners == SHARED).all()
 
