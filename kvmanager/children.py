@@ -11,13 +11,13 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from kvmanager import lockfile
-from kvmanager.errors import NotReady
+from kvmanager.errors import ConfigError, NotReady
 from kvmanager.framing import readable
 from kvmanager.killpoints import of_child, reach
 from kvmanager.runtime_dir import KEEPER_LOCK
@@ -31,13 +31,17 @@ _HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2,
 
 @dataclass(frozen=True, slots=True)
 class KeeperLimits:
-    """Times in seconds. `restarts_max` restarts of one child within `restart_window_s`; one more ends the node."""
+    """Times in seconds. `restarts_max` restarts of one child within `restart_window_s`; one more ends the node.
+
+    A first death is made good at once, the next ones after `backoff_first_s`, doubled each time.
+    """
 
     drain_s: float = 30.0
     mover_stop_s: float = 5.0
     restarts_max: int = 5
     restart_window_s: float = 60.0
     backoff_first_s: float = 0.1
+    spare_after_s: float = 1.0
 
 
 class Child:
@@ -63,16 +67,33 @@ class Child:
         A kill point is armed in the first process only, unless its order lies in a file.
         """
         armed = of_child(environment, first=not self.deaths_s)
+        with self._locked() as lock:
+            self.pid = spawn((*self._command, *arguments), armed, fds, lock)
+        reach("keeper.start_child")
+        self.pidfd = os.pidfd_open(self.pid)
+        self.restart_at_s = None
+
+    def become(self, pid: int, pidfd: int, give: Callable[[int], None]) -> None:
+        """A process that was started before is this child once `give(lock)` has given it the lock.
+
+        Raises NotReady while another one lives, and what `give` raises; then nothing has changed.
+        """
+        with self._locked() as lock:
+            lockfile.name_holder(lock, pid)
+            give(lock)
+        reach("keeper.spare_begins")
+        self.pid, self.pidfd, self.restart_at_s = pid, pidfd, None
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[int]:
+        """The lock, for the child to inherit; ours is closed afterwards."""
         lock = lockfile.hold(self._lock_path)
         if lock is None:
             raise NotReady(f"something that the {self.name} before has started still runs: {self._lock_path} is held")
         try:
-            self.pid = _spawn((*self._command, *arguments), armed, lock, fds)
+            yield lock
         finally:
             os.close(lock)
-        reach("keeper.start_child")
-        self.pidfd = os.pidfd_open(self.pid)
-        self.restart_at_s = None
 
     def find(self) -> bool:
         """Takes one that runs already under its wing; False when there is none. Raises NotReady."""
@@ -115,7 +136,7 @@ class Child:
             self.deaths_s.popleft()
         if len(self.deaths_s) > limits.restarts_max:
             return None
-        delay = limits.backoff_first_s * 2.0 ** (len(self.deaths_s) - 1)
+        delay = limits.backoff_first_s * 2.0 ** (len(self.deaths_s) - 2) if len(self.deaths_s) > 1 else 0.0
         self.restart_at_s = now + delay
         return delay
 
@@ -133,6 +154,19 @@ class Child:
         """Goes on from `state`, in the same process."""
         self.pid, self.pidfd, self.restart_at_s = state["pid"], state["pidfd"], state["restart_at_s"]
         self.deaths_s = deque(state["deaths_s"])
+
+
+def hold_runtime_dir(runtime_dir: Path) -> int:
+    """Makes this process the keeper of a directory; its lock. Raises ConfigError while another one is."""
+    path = runtime_dir / KEEPER_LOCK
+    lock = lockfile.hold(path)
+    if lock is None:
+        raise ConfigError(
+            f"a keeper, pid {lockfile.holder(path)}, has {runtime_dir} already; "
+            "stop it or choose another runtime_dir"
+        )
+    lockfile.name_holder(lock, os.getpid())
+    return lock
 
 
 def kill_orphans(runtime_dir: Path) -> list[str]:
@@ -182,26 +216,31 @@ def _await_end(pid: int, pidfd: int) -> None:
         raise NotReady(f"process {pid} does not die within {_DIES_S} s of SIGKILL: the kernel holds it")
 
 
-def _spawn(command: Sequence[str], environment: Mapping[str, str], lock: int, fds: Sequence[int]) -> int:
-    """Forks and executes; `lock` and `fds` are inherited. The keeper has one thread, so the child may run Python."""
+def spawn(command: Sequence[str], environment: Mapping[str, str], fds: Sequence[int], lock: int = -1) -> int:
+    """Forks and executes, in a process group of its own; the new process's id.
+
+    `fds` and `lock`, if there is one, are inherited. The keeper has one thread, so the child may run Python.
+    """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # our handlers must not run in the child
     try:
         pid = os.fork()
         if pid == 0:
-            _become(command, environment, lock, fds)
+            _become(command, environment, fds, lock)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return pid
 
 
-def _become(command: Sequence[str], environment: Mapping[str, str], lock: int, fds: Sequence[int]) -> None:
+def _become(command: Sequence[str], environment: Mapping[str, str], fds: Sequence[int], lock: int) -> None:
     try:
-        lockfile.name_holder(lock, os.getpid())
+        if lock >= 0:
+            lockfile.name_holder(lock, os.getpid())
+            fds = (*fds, lock)
         os.setpgid(0, 0)
         for number in _HANDLED:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        for fd in (lock, *fds):
+        for fd in fds:
             os.set_inheritable(fd, True)
         os.execvpe(command[0], [*command], environment)
     except OSError as error:

@@ -131,7 +131,8 @@ def serve(
     # The keeper must not carry what this program has loaded, so it takes this process's place.
     command = [sys.executable, "-m", "kvmanager.keeper", "--config", str(config)]
     where = ["--runtime-dir", str(node.node.runtime_dir), "--device", node.node.device]
-    where += ["--drain-ms", str(node.node.drain_ms), *(["--cold"] if cold else [])]
+    where += ["--drain-ms", str(node.node.drain_ms), *(["--spare"] if node.node.spare else [])]
+    where += ["--cold"] if cold else []
     os.execv(sys.executable, [*command, *where])
 
 

@@ -39,6 +39,7 @@ class NodeSection:
     device: str = "cpu"
     trust_uids: tuple[int, ...] = dataclasses.field(default_factory=lambda: (os.getuid(),))
     drain_ms: int = 10_000
+    spare: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +294,7 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "device": parse.device,
         "trust_uids": parse.uids,
         "drain_ms": parse.between(0, HOUR_MS),
+        "spare": parse.switch,
     },
     LeaseSection: {"ticket_ttl_ms": parse.count(1), "grace_ms": parse.count(0), "session_ttl_ms": parse.count(1)},
     FenceSection: {

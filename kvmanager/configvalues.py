@@ -67,6 +67,13 @@ def share(value: object) -> float:
     return float(value)
 
 
+def switch(value: object) -> bool:
+    """TOML's true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
+
+
 def choice(*names: str) -> Parser:
     """A parser of one of some names."""
     def parse(value: object) -> str:

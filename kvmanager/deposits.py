@@ -15,9 +15,11 @@ What the new keeper had from elsewhere (systemd's store) and was not among them 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ SERVING: Final = "serving"
 """The state of a daemon that clients can use."""
 JOURNAL: Final = "journal"
 """Deposited when a node is ready to serve: from then on what is held is worth keeping."""
+_log = logging.getLogger("kvmanager.keeper")
 NAME: Final = re.compile(r"[\w.-]{1,200}", re.ASCII)
 """Names of deposits: what systemd's store takes, too."""
 
@@ -133,9 +136,11 @@ class DepositBox:
 
     def close(self) -> None:
         """Lets go of all memory: what nobody else holds is gone."""
+        began, held = time.monotonic(), len(self._held)
         self._reader.close()
         for name in list(self._held):
             self._drop(name)
+        _log.info("gave %d pieces of memory back, %.1f s", held, time.monotonic() - began)
 
     def _answer(self, channel: socket.socket, payload: Mapping[str, Any], fds: list[int]) -> None:
         match payload:

@@ -31,14 +31,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvmanager import handover, lockfile, refusal
-from kvmanager.children import Child, KeeperLimits, kill_orphans
+from kvmanager import handover, refusal
+from kvmanager.children import Child, KeeperLimits, hold_runtime_dir, kill_orphans
 from kvmanager.daemonchannel import DaemonChannel
 from kvmanager.deposits import SERVING, Deposit, DepositBox
 from kvmanager.errors import ConfigError, DaemonError, NotReady
 from kvmanager.exitcodes import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REPLACED
 from kvmanager.keepersignals import KeeperSignals
 from kvmanager.runtime_dir import KEEPER_LOCK, make_private_dir
+from kvmanager.sparechild import SpareChild
 from kvmanager.systemd import Systemd, stored_deposits, without_systemd
 
 _CLOSE_S: Final = 20.0  # what the daemon needs after its drain, to close streams and memory
@@ -58,6 +59,7 @@ class Keeper:
         mover_commands: Mapping[str, Sequence[str]],
         limits: KeeperLimits,
         *,
+        spare_command: Sequence[str] = (),
         cold: bool = False,
     ) -> None:
         """`mover_commands`: by name; names are those of the lock files, too. `cold`: what systemd kept is let go."""
@@ -73,6 +75,7 @@ class Keeper:
         self._box = DepositBox(self._systemd, self._on_state)
         self._selector = selectors.DefaultSelector()
         self._channel = DaemonChannel(runtime_dir, self._box, self._selector)
+        self._spare = SpareChild(spare_command, runtime_dir, limits, self._selector)
         self._daemon_state, self._lock = "", -1
         self._signals = KeeperSignals(self._on_stop)
         self._exit_code: int | None = None  # set once: why the node stops
@@ -97,13 +100,12 @@ class Keeper:
             self._turn(self._due_s())
             self._do_what_is_due()
         self._systemd.say("STOPPING=1", "STATUS=stopping")
+        self._spare.end()
         self._stop(self._daemon, self._limits.drain_s)
         for mover in self._movers:
             self._stop(mover, self._limits.mover_stop_s)
         if self._exit_code == EXIT_OK:  # otherwise what systemd has waits for a start that can use it
-            began, held = time.monotonic(), len(self._box)
             self._box.close()  # the last who holds it: the kernel takes the memory back here, in about 0.1 s a GiB
-            _log.info("gave %d pieces of memory back, %.1f s", held, time.monotonic() - began)
         for child in self._children:
             child.forget()
         refusal.clear(self._runtime_dir)
@@ -122,7 +124,7 @@ class Keeper:
 
     def _due_s(self) -> float | None:
         times = [child.restart_at_s for child in self._children]
-        times.append(self._channel.connect_at_s if self._daemon.running else None)
+        times += [self._channel.connect_at_s if self._daemon.running else None, self._spare.start_at_s]
         times.append(self._systemd.watchdog())
         return min((t for t in times if t is not None), default=None)
 
@@ -134,6 +136,7 @@ class Keeper:
         for child in self._children:
             if self._exit_code is None and child.restart_at_s is not None and now >= child.restart_at_s:
                 self._launch(child)
+        self._spare.start_if_due(now)
         if self._signals.upgrade_asked and self._exit_code is None and self._box.between_frames:
             self._signals.upgrade_asked = False
             self._upgrade()
@@ -142,15 +145,7 @@ class Keeper:
 
     def _find_what_runs(self) -> None:
         """Takes over from the keeper before, from systemd, or from nobody."""
-        path = self._runtime_dir / KEEPER_LOCK
-        lock = lockfile.hold(path)
-        if lock is None:
-            raise ConfigError(
-                f"a keeper, pid {lockfile.holder(path)}, has {self._runtime_dir} already; "
-                "stop it or choose another runtime_dir"
-            )
-        self._lock = lock
-        lockfile.name_holder(lock, os.getpid())
+        self._lock = hold_runtime_dir(self._runtime_dir)
         self._box.take_back(stored_deposits(os.environ))
         if self._cold:
             self._box.close()
@@ -161,8 +156,7 @@ class Keeper:
             _log.info("%d descriptors came back from systemd", len(self._box))
         elif unclean:  # nothing of the life before may run when memory is given out anew
             killed = ", ".join(kill_orphans(self._runtime_dir)) or "nothing"
-            _log.warning("keeper and daemon died, and nobody kept the memory: cold start, the cache is lost")
-            _log.warning("killed what was left: %s", killed)
+            _log.warning("keeper and daemon died: cold start, the cache is lost; killed what was left: %s", killed)
         for mover in self._movers:
             mover.find()
 
@@ -177,6 +171,7 @@ class Keeper:
 
     def _upgrade(self) -> None:
         """Becomes the installed program, once that is known to start. Returns when it can't: this one goes on."""
+        self._spare.end()  # it has loaded the old program, and nobody would reap it
         deposits = self._box.deposits()
         state = {
             "lock": self._lock,
@@ -190,6 +185,7 @@ class Keeper:
             handover.hand_over("kvmanager.keeper", state, [fd for fd in fds if fd >= 0])
         except OSError as error:
             self._signals.let_through()
+            self._spare.plan()
             _log.error("no upgrade, the old keeper goes on: %s", error)
 
     # --------------------------------------------------------------------------------- children
@@ -200,7 +196,8 @@ class Keeper:
             if child is self._daemon:
                 refusal.clear(self._runtime_dir)
                 with self._channel.pair() as theirs:
-                    child.start(environment, [theirs.fileno()], ("--keeper-fd", str(theirs.fileno())))
+                    if not self._spare.stand_in(child, theirs):
+                        child.start(environment, [theirs.fileno()], ("--keeper-fd", str(theirs.fileno())))
             else:
                 child.start(environment)
         except NotReady as error:
@@ -217,6 +214,8 @@ class Keeper:
     def _on_state(self, state: str) -> None:
         self._daemon_state = state
         self._systemd.say(*(["READY=1"] if state == SERVING else []), f"STATUS=the daemon is {state}")
+        if state == SERVING:
+            self._spare.plan()
 
     def _on_death(self, child: Child) -> None:
         if not child.running:  # reaped by `_kill` earlier in this turn
@@ -229,6 +228,7 @@ class Keeper:
         elif child is self._daemon and code in (EXIT_OK, EXIT_CONFIG):
             self._exit_code = code
         elif child is self._daemon and code == EXIT_REPLACED:
+            self._spare.end()
             child.restart_at_s = time.monotonic()
         else:
             self._plan_restart(child, f"the {child.name} " + ("ended" if code is None else f"ended with {code}"))
@@ -277,6 +277,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", required=True, action="append", help="one mover for each")
     parser.add_argument("--drain-ms", type=int, default=10_000, help="how long the daemon drains on SIGTERM")
     parser.add_argument("--restart-window-s", type=float, default=60.0, help="at most 5 deaths of a child within it")
+    parser.add_argument("--spare", action="store_true", help="keep a process ready that takes a dead daemon's place")
     parser.add_argument("--cold", action="store_true", help="give up memory that was kept")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s keeper: %(message)s", stream=sys.stderr)
@@ -284,16 +285,14 @@ def main(arguments: Sequence[str]) -> int:
     daemon = (*python, "kvmanager.daemon", "--config", str(options.config))
     mover = (*python, "kvmanager.mover", "--runtime-dir", str(options.runtime_dir), "--device")
     movers = {f"mover-{device}": (*mover, device) for device in options.device}
+    spare = (*python, "kvmanager.spare", *daemon[2:]) if options.spare else ()
     limits = KeeperLimits(options.drain_ms / 1000 + _CLOSE_S, restart_window_s=options.restart_window_s)
     try:
         make_private_dir(options.runtime_dir)
-        return Keeper(options.runtime_dir, daemon, movers, limits, cold=options.cold).run()
-    except ConfigError as error:
+        return Keeper(options.runtime_dir, daemon, movers, limits, spare_command=spare, cold=options.cold).run()
+    except (ConfigError, DaemonError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    except DaemonError as error:
-        _log.error("%s", error)
-        return EXIT_FAILED
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ _ORDER_BYTES: Final = 128
 
 POINTS: Final[Mapping[str, str]] = {
     "keeper.start_child": "a child runs, and the keeper has not noted it",
+    "keeper.spare_begins": "the spare has what makes it the daemon, and the keeper has not noted it",
     "keeper.deposit": "a descriptor was taken in, the daemon has no answer yet",
     "keeper.forget": "a descriptor was let go, the daemon has no answer yet",
     "keeper.reclaim": "a daemon asked for what is held and knows how much, but has none of it",
@@ -42,6 +43,8 @@ POINTS: Final[Mapping[str, str]] = {
     "daemon.pull.begun": "a pull was given to the mover's link",
     "daemon.journal.append": "a record is about to be made durable",
     "daemon.journal.snapshot": "a snapshot is written and not yet in force",
+    "spare.ready": "a spare daemon has loaded everything, and nobody knows",
+    "spare.begins": "a spare was made the daemon and has done nothing yet",
     "mover.plan.received": "a plan came in, no byte has moved",
     "mover.plan.half_copied": "a piece of a plan is copied, and there is more (also in a worker that runs a plan)",
     "mover.plan.completed": "a plan's last byte is in place, its completion is not sent",

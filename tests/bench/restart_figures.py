@@ -24,7 +24,7 @@ from kvmanager.protos import kvmanager_pb2 as pb
 from tests.bench import lmcache_reference
 from tests.bench.core_figures import KEY_BYTES, PAGE_ROWS, RANKS, STATE_TOKENS, session_keys
 from tests.bench.figure import Figure
-from tests.bench.state_node import state_node
+from tests.bench.state_node import START_S, state_node
 
 REQUEST_TOKENS = 1 << 19
 KILLS = 3
@@ -80,17 +80,28 @@ def _restarts(tokens: int) -> tuple[list[float], list[float], int, int]:
                 engine.step(closes=[pb.CloseRequest(request_id=number + 1, reason=pb.FINISHED)])
             engine.step()
             for _ in range(KILLS):
+                _await_spare(log_path)
                 pid = int(log_path.read_text(encoding="utf-8").rpartition("started the daemon, pid ")[2].split()[0])
                 start = perf_counter()
                 os.kill(pid, signal.SIGKILL)
                 engine.step()
                 _found(engine, 0, sizes[0])
                 times.append(perf_counter() - start)
-                time.sleep(0.2)  # the keeper's back-off counts deaths; nothing else is waited for
             kept = sum(_found(engine, number, size) for number, size in enumerate(sizes))
             log = log_path.read_text(encoding="utf-8")
             engine.close()
     return times, [float(text) for text in re.findall(r"warm start in ([\d.]+) s", log)], sum(sizes), kept
+
+
+def _await_spare(log_path: Path) -> None:
+    """Until the keeper has one for the daemon that serves now."""
+    deadline = time.monotonic() + START_S
+    while True:
+        log = log_path.read_text(encoding="utf-8")
+        if log.rfind("a spare daemon is ready") > log.rfind("started the daemon"):
+            return
+        assert time.monotonic() < deadline, log[-2000:]
+        time.sleep(0.05)
 
 
 def _found(engine: AttachedEngine, number: int, size: int) -> int:

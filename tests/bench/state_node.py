@@ -1,6 +1,6 @@
 """A real node (keeper, daemon, mover) that holds millions of cached tokens and has no bytes behind them.
 
-    python -m tests.bench.state_node keeper CONFIG RUNTIME_DIR
+    python -m tests.bench.state_node CONFIG RUNTIME_DIR
 
 Its regions are memfds of full size that are neither faulted in nor written, so it runs on any machine; everything
 else is as in a node that serves. A daemon that goes on with memory faults nothing in anyway.
@@ -8,6 +8,7 @@ else is as in a node that serves. A daemon that goes on with memory faults nothi
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ def state_node(directory: Path, runtime_dir: Path, toml: str) -> Iterator[Path]:
     """Runs one until the end of the block; the path of its log. Raises AssertionError when it does not serve."""
     config, log_path = directory / "state.toml", directory / "state.log"
     config.write_text(toml, encoding="utf-8")
-    command = [sys.executable, "-m", "tests.bench.state_node", "keeper", str(config), str(runtime_dir)]
+    command = [sys.executable, "-m", "tests.bench.state_node", str(config), str(runtime_dir)]
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -54,26 +55,12 @@ def _serves(runtime_dir: Path) -> bool:
 def _keeper(config: str, runtime_dir: Path) -> int:
     runtime_dir.mkdir(mode=0o700, exist_ok=True)
     python = (sys.executable, "-m")
-    daemon = (*python, "tests.bench.state_node", "daemon", "--config", config)
+    daemon = (*python, "tests.bench.state_daemon", "--config", config)
     mover = (*python, "kvmanager.mover", "--runtime-dir", str(runtime_dir), "--device", "cpu")
-    return Keeper(runtime_dir, daemon, {"mover-cpu": mover}, KeeperLimits()).run()
-
-
-def _daemon(arguments: list[str]) -> int:
-    """The daemon, but that it takes no memory for its regions and does not ask whether there is any."""
-    from kvmanager import daemon
-    from kvmanager.config import NodeConfig
-    from kvmanager.faultin import FaultIn
-
-    FaultIn.run = lambda _self, _stopped: True  # type: ignore[method-assign]
-    NodeConfig.check_memory = lambda *_: None  # type: ignore[method-assign]
-    return daemon.main(arguments)
+    spare = (*python, "kvmanager.spare", "tests.bench.state_daemon", "--config", config)
+    return Keeper(runtime_dir, daemon, {"mover-cpu": mover}, KeeperLimits(), spare_command=spare).run()
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "keeper":
-        import logging
-
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s keeper: %(message)s")
-        sys.exit(_keeper(sys.argv[2], Path(sys.argv[3])))
-    sys.exit(_daemon(sys.argv[2:]))
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s keeper: %(message)s")
+    sys.exit(_keeper(sys.argv[1], Path(sys.argv[2])))

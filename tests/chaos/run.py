@@ -201,6 +201,10 @@ class Chaos:
             case "mover dies" | "daemon dies":
                 _kill_role(side, needs.split()[0])
                 time.sleep(0.2)
+            case "spare stands in":
+                side.await_spare()
+                _kill_role(side, "daemon")
+                time.sleep(0.2)
             case "engine starts":
                 if side.engine is not None:
                     side.ask(do="leave")
@@ -266,6 +270,8 @@ class Chaos:
 
 
 def _kill_role(side: Side, role: str) -> None:
+    if role == "spare":
+        side.await_spare()
     pid = side.pid_of(role)
     if pid:
         with suppress(ProcessLookupError):

@@ -18,10 +18,13 @@ SOURCE: Final = "source"
 TARGET: Final = "target"
 SIDES: Final = (SOURCE, TARGET)
 
-ROLES: Final = ("keeper", "daemon", "mover", "scheduler", "worker")
+ROLES: Final = ("keeper", "daemon", "mover", "spare", "scheduler", "worker")
 """Processes of a side. At the target scheduler and worker are one process."""
 
-_FIRST: Final = {"keeper": "keeper", "daemon": "daemon", "mover": "mover", "engine": "scheduler", "worker": "worker"}
+_FIRST: Final = {
+    "keeper": "keeper", "daemon": "daemon", "mover": "mover", "spare": "spare", "engine": "scheduler",
+    "worker": "worker",
+}  # fmt: skip
 _ONE_SIDED: Final = {
     "daemon.ticket.exported": SOURCE, "daemon.pull.begun": TARGET,
     "mover.pull.chunk_read": TARGET, "mover.pull.chunk_placed": TARGET, "mover.pull.ended": TARGET,
@@ -30,12 +33,13 @@ _ONE_SIDED: Final = {
 _RARE: Final = {
     "keeper.start_child", "keeper.deposit", "keeper.forget", "keeper.reclaim", "daemon.journal.snapshot",
     "daemon.ticket.exported", "daemon.pull.begun", "mover.pull.chunk_read", "mover.pull.chunk_placed",
-    "mover.pull.ended",
+    "mover.pull.ended", "keeper.spare_begins", "spare.ready", "spare.begins",
 }  # fmt: skip
 """Points that a round of work passes a few times: killed at the first or second passage."""
 _NEEDS: Final = {
     "keeper.start_child": "mover dies", "keeper.deposit": "engine starts", "keeper.forget": "engine starts",
-    "keeper.reclaim": "daemon dies", "daemon.journal.snapshot": "upgrade",
+    "keeper.reclaim": "daemon dies", "keeper.spare_begins": "spare stands in", "spare.begins": "spare stands in",
+    "spare.ready": "spare stands in", "daemon.journal.snapshot": "upgrade",
 }  # fmt: skip
 """What must happen beside the work for the point to be passed."""
 OFTEN_PASSED: Final = {"daemon.apply.before": 40, "daemon.apply.after": 40, "daemon.journal.append": 60}
@@ -71,7 +75,7 @@ class Kill:
     @property
     def costs_the_cache(self) -> bool:
         """Whether keeper and daemon are dead at one time, so that nobody has the memory any more."""
-        return self.role == "keeper" and self.needs == "daemon dies"
+        return self.role == "keeper" and self.needs in ("daemon dies", "spare stands in")
 
     def __str__(self) -> str:
         if self.point is None:
@@ -136,6 +140,6 @@ WIDEST: Final = (
     at_point(SOURCE, "daemon.journal.snapshot", 1), at_point(SOURCE, "keeper.deposit", 1),
     at_point(SOURCE, "mover.plan.completed", 1), at_point(TARGET, "mover.pull.chunk_read", 1),
     at_point(SOURCE, "daemon.plan.submitted", 1, 20), at_point(SOURCE, "daemon.reply.after", 5, 20),
-    at_point(TARGET, "engine.step.before_send", 3), at_point(TARGET, "keeper.reclaim", 1),
+    at_point(SOURCE, "spare.begins", 1), at_point(TARGET, "keeper.reclaim", 1),
 )  # fmt: skip
 """Twenty points with the most behind them, for the default tests."""

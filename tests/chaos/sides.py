@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -23,6 +24,12 @@ from tests.integration.nodes_support import Node, decode_toml, prefill_toml
 
 PATIENCE_S: Final = 90.0
 """Longest wait for anything; a healthy node needs a second or two of a free machine."""
+SPARE_S: Final = 10.0
+"""Longest wait for a spare daemon: a second of quiet, and loading at the lowest priority."""
+_SPARE: Final = re.compile(
+    r"a spare daemon is ready, pid (\d+)|started the daemon|found the daemon|the spare daemon, pid"
+)
+"""In the node's log; the group is empty where a spare is ready no more."""
 DEVICE_PAGES: Final = 18
 HOST_TIMES: Final = 3
 _ROOT: Final = Path(__file__).resolve().parents[2]
@@ -42,7 +49,7 @@ class ChaosNode(NodeProcess):
     def start(self) -> None:
         """Starts a keeper, the first one or the next."""
         command = [sys.executable, "-m", "kvmanager.keeper", "--config", str(self.config_path)]
-        command += ["--runtime-dir", str(self.runtime_dir), "--device", "cpu", "--restart-window-s", "1"]
+        command += ["--runtime-dir", str(self.runtime_dir), "--device", "cpu", "--restart-window-s", "1", "--spare"]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment_of(self._order)
@@ -214,9 +221,18 @@ class Side:
         if role in ("daemon", "mover"):
             lock = "daemon.lock" if role == "daemon" else "mover-cpu.lock"
             return holder(self.node.runtime_dir / lock) or 0
+        if role == "spare":
+            found = _SPARE.findall(self.node.log_path.read_text(encoding="utf-8", errors="replace"))
+            return int(found[-1]) if found and found[-1] else 0
         if self.engine is None:
             return 0
         return self.engine.pid if role == "scheduler" else self.engine.pids[-1]
+
+    def await_spare(self) -> None:
+        """Waits for a while until a spare is ready, if no other process dies meanwhile."""
+        give_up = time.monotonic() + SPARE_S
+        while not self.pid_of("spare") and time.monotonic() < give_up:
+            time.sleep(0.03)
 
     # ---------------------------------------------------------------------------------- looking
 
@@ -254,6 +270,9 @@ class Side:
         for pool in admin.pools().pools:
             if pool.free_bytes + pool.ready_bytes != pool.capacity_bytes:
                 wrong.append(f"{self.name}: pool {pool.pool}: {pool.free_bytes} free + {pool.ready_bytes} ready")
+        spare = self.pid_of("spare")
+        if spare and (has := [name for name in _links(spare) if "kvmanager:" in name]):
+            wrong.append(f"{self.name}: the spare holds {has}")
         for role in ("keeper", "daemon", "mover"):
             pid = self.pid_of(role)
             memory = sum("memfd:kvmanager" in name for name in _links(pid))

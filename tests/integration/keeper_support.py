@@ -22,10 +22,14 @@ from kvmanager.errors import ConfigError, DaemonError
 from kvmanager.exitcodes import EXIT_CONFIG
 from kvmanager.keeper import Keeper, KeeperLimits
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-limits = KeeperLimits(drain_s={drain_s}, mover_stop_s={drain_s}, restarts_max=3, backoff_first_s=0.01)
+limits = KeeperLimits(
+    drain_s={drain_s}, mover_stop_s={drain_s}, restarts_max=3, backoff_first_s=0.01, spare_after_s=0.02
+)
 python = (sys.executable, "-c")
+spare = (sys.executable, "-m", "kvmanager.spare", {spare!r}) if {spare!r} else ()
 try:
-    code = Keeper(Path({runtime_dir!r}), (*python, {daemon!r}), {{"mover": (*python, {mover!r})}}, limits).run()
+    movers = {{"mover": (*python, {mover!r})}}
+    code = Keeper(Path({runtime_dir!r}), (*python, {daemon!r}), movers, limits, spare_command=spare).run()
 except ConfigError as error:
     sys.stderr.write(f"error: {{error}}")
     code = EXIT_CONFIG
@@ -108,10 +112,15 @@ def keeper(
     environment: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
     before: str = "",
+    spare: str = "",
 ) -> Iterator[tuple[subprocess.Popen[str], Lines]]:
-    """A running keeper, after `before` in the same process; afterwards neither it nor a child of it is left."""
+    """A running keeper, after `before` in the same process; afterwards neither it nor a child of it is left.
+
+    `spare`: the module that its spare loads.
+    """
     runtime_dir.mkdir(mode=0o700, exist_ok=True)
-    script = KEEPER.format(daemon=SAY + daemon, mover=SAY + mover, drain_s=drain_s, runtime_dir=str(runtime_dir))
+    children = {"daemon": SAY + daemon, "mover": SAY + mover, "spare": spare}
+    script = KEEPER.format(**children, drain_s=drain_s, runtime_dir=str(runtime_dir))
     with subprocess.Popen(
         [sys.executable, "-c", before + script],
         stdout=subprocess.PIPE,

@@ -45,6 +45,7 @@ def prefill_toml(
     lease: str = "",
     more: str = "",
     device: str = "cpu",
+    spare: bool = False,
 ) -> str:
     """A node with one group of two sharded ranks: `pages` pages in HBM, as many on the host. `more`: further tables."""
     return f"""
@@ -52,6 +53,7 @@ def prefill_toml(
 name = "{name}"
 runtime_dir = "{runtime_dir}"
 device = "{device}"
+spare = {str(spare).lower()}
 [lease]
 {lease}
 {more}
@@ -76,6 +78,7 @@ def decode_toml(runtime_dir: Path, *, name: str = "decode") -> str:
 [node]
 name = "{name}"
 runtime_dir = "{runtime_dir}"
+spare = false
 [mover]
 staging_bytes = "4 MiB"
 chunk_bytes = "1 MiB"

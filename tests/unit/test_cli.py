@@ -417,7 +417,10 @@ def test_serve_becomes_the_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     result = run("serve", "--json", "--config", str(config))
     assert json.loads(result.stdout)["runtime_dir"] == str(tmp_path)
     where = ["--config", str(config), "--runtime-dir", str(tmp_path), "--device", "cpu", "--drain-ms", "10000"]
-    assert seen == [[sys.executable, sys.executable, "-m", "kvmanager.keeper", *where]]
+    assert seen.pop() == [sys.executable, sys.executable, "-m", "kvmanager.keeper", *where, "--spare"]
+    config.write_text(minimal_toml(tmp_path).replace("[node]\n", "[node]\nspare = false\n"))
+    run("serve", "--cold", "--config", str(config))
+    assert seen.pop() == [sys.executable, sys.executable, "-m", "kvmanager.keeper", *where, "--cold"]
 
 
 def fake_demo(monkeypatch: pytest.MonkeyPatch, passed: bool) -> list[dict[str, object]]:
