@@ -23,6 +23,7 @@ from kvmanager.core.spec import Inclusion
 from kvmanager.errors import ConfigError
 from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
 from kvmanager.layout import FORMATS, KVFormat
+from kvmanager.transport.pacing import LinkRates
 from kvmanager.units import MIB, MILLISECOND_NS, format_bytes
 
 HOUR_MS: Final = 3_600_000
@@ -83,11 +84,23 @@ class FenceSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoverSection:
-    """`[mover]`: staging for pulls, in chunks of `chunk_bytes`."""
+    """`[mover]`: staging for pulls, in chunks of `chunk_bytes`; rates of its links in GB/s (1e9 bytes), 0: no limit.
+
+    both_ways_gb_per_s: what write-back keeps to in sum with all else, so that it takes what onboarding leaves.
+    """
 
     staging_bytes: int = 64 * MIB
     chunk_bytes: int = 8 * MIB
     pull_deadline_ms: int = 20_000
+    to_host_gb_per_s: float = 0.0
+    to_device_gb_per_s: float = 0.0
+    both_ways_gb_per_s: float = 0.0
+
+    @property
+    def rates(self) -> LinkRates:
+        """The links' rates in bytes a second."""
+        rates = (self.to_host_gb_per_s, self.to_device_gb_per_s, self.both_ways_gb_per_s)
+        return LinkRates(*(round(rate * 1e9) for rate in rates))
 
     @property
     def pull_deadline_ns(self) -> int:
@@ -303,7 +316,14 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "ping_ms": parse.between(100, HOUR_MS),
         "silence_ms": parse.between(100, HOUR_MS),
     },
-    MoverSection: {"staging_bytes": parse.size, "chunk_bytes": parse.size, "pull_deadline_ms": parse.count(1)},
+    MoverSection: {
+        "staging_bytes": parse.size,
+        "chunk_bytes": parse.size,
+        "pull_deadline_ms": parse.count(1),
+        "to_host_gb_per_s": parse.rate,
+        "to_device_gb_per_s": parse.rate,
+        "both_ways_gb_per_s": parse.rate,
+    },
     AdmissionSection: {"overcommit": parse.factor, "growth_cap_tokens": parse.count(1)},
     EvictionSection: {"policy": parse.choice(*POLICIES)},
     OffloadSection: {

@@ -15,7 +15,8 @@ from kvmanager.units import parse_bytes
 
 RUNTIME_DIR_MAX_BYTES: Final = 80
 """A unix socket's path holds 107 bytes; this leaves room for the longest name below the directory."""
-
+LEAST_RATE_GB_PER_S: Final = 0.001
+"""A megabyte a second: a span then takes seconds."""
 Parser = Callable[[object], Any]
 
 
@@ -57,6 +58,15 @@ def factor(value: object) -> float:
     """A finite number of at least 1."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 1:
         raise ValueError(f"{value!r} is not a number of at least 1.0")
+    return float(value)
+
+
+def rate(value: object) -> float:
+    """GB/s: a finite number of at least 0.001, or 0 for no limit."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a number of GB/s")
+    if value != 0 and value < LEAST_RATE_GB_PER_S:
+        raise ValueError(f"{value!r} GB/s would never end a copy: at least {LEAST_RATE_GB_PER_S}, or 0 for no limit")
     return float(value)
 
 

@@ -33,7 +33,16 @@ from kvmanager.attach import AttachServer, ClientIdentity
 from kvmanager.callers import Callers
 from kvmanager.clientnotes import EngineNote, RankNote, clients_of
 from kvmanager.config import NodeConfig
-from kvmanager.core.events import AbandonTicket, Drain, Effect, FenceEngine, Notified, StartPull, SubmitPlan
+from kvmanager.core.events import (
+    AbandonTicket,
+    CancelPlan,
+    Drain,
+    Effect,
+    FenceEngine,
+    Notified,
+    StartPull,
+    SubmitPlan,
+)
 from kvmanager.core.eviction import POLICIES
 from kvmanager.core.node import Node
 from kvmanager.core.state import PullJob
@@ -123,6 +132,7 @@ class Daemon:
             self._handoffs,
             self._fail,
             _pulls_of(self._node) if beginning.warm else None,
+            config.mover.rates,
         )
         self._handoffs.use(self._mover)
         self._attach, self._server, self._health = self._make_servers()
@@ -335,6 +345,8 @@ class Daemon:
         match effect:
             case SubmitPlan():
                 self._mover.submit(effect.plan)
+            case CancelPlan():
+                self._mover.cancel(effect.plan_id)
             case StartPull():
                 self._handoffs.start(effect)
             case AbandonTicket():

@@ -62,21 +62,29 @@ class FrameWriter:
     """Frames on their way out of a non-blocking socket. The caller closes what is left with `close`."""
 
     def __init__(self) -> None:
+        self._begun: tuple[memoryview, tuple[int, ...]] | None = None
         self._queue: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self._yielding: deque[tuple[memoryview, tuple[int, ...]]] = deque()
 
     def __bool__(self) -> bool:
         """Whether bytes are waiting: watch the socket for writing."""
-        return bool(self._queue)
+        return bool(self._begun or self._queue or self._yielding)
 
-    def put(self, payload: bytes, fds: Sequence[int] = ()) -> None:
-        """Queues a frame; fds are duplicated, so the caller may close its own. Raises LimitExceeded."""
+    def put(self, payload: bytes, fds: Sequence[int] = (), *, yields: bool = False) -> None:
+        """Queues a frame; fds are duplicated, so the caller may close its own. Raises LimitExceeded.
+
+        Frames keep their order, but one that `yields` lets all pass that do not.
+        """
         header = _header(payload, fds, MAX_FRAME_BYTES)
-        self._queue.append((memoryview(header + payload), tuple(_duplicate(fd) for fd in fds)))
+        frame = memoryview(header + payload), tuple(_duplicate(fd) for fd in fds)
+        (self._yielding if yields else self._queue).append(frame)
 
     def flush(self, sock: socket.socket) -> None:
         """Sends what the socket takes now. Raises PeerUnreachable when the other side is gone."""
-        while self._queue:
-            data, fds = self._queue[0]
+        while self:
+            if self._begun is None:
+                self._begun = (self._queue or self._yielding).popleft()
+            data, fds = self._begun
             try:
                 sent = socket.send_fds(sock, [data], fds) if fds else sock.send(data)
             except BlockingIOError:
@@ -85,17 +93,16 @@ class FrameWriter:
                 raise PeerUnreachable(f"the other side of the socket is gone: {error}") from error
             for fd in fds:
                 os.close(fd)
-            if sent == len(data):
-                self._queue.popleft()
-            else:
-                self._queue[0] = (data[sent:], ())
+            self._begun = None if sent == len(data) else (data[sent:], ())
 
     def close(self) -> None:
         """Drops what was not sent and closes its fds."""
-        for _, fds in self._queue:
+        for _, fds in [self._begun or (b"", ()), *self._queue, *self._yielding]:
             for fd in fds:
                 os.close(fd)
+        self._begun = None
         self._queue.clear()
+        self._yielding.clear()
 
 
 def _duplicate(fd: int) -> int:

@@ -40,7 +40,9 @@ from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.cuda import CudaExecutor
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.nixl import NixlReader, UcxSettings, agent_name
+from kvmanager.transport.pacing import LinkRates, Pacer
 from kvmanager.transport.pull_pipeline import PullChunk, PullPipeline, PullRequest
+from kvmanager.units import SECOND_NS
 from kvmanager.wire import (
     RegionKind,
     error_to_proto,
@@ -73,7 +75,8 @@ class Mover:
         )
         self._regions = RegionMap()
         self._memory = MoverMemory(self._regions)
-        self._executor = _executor(device, self._regions)
+        self._pacer = Pacer()
+        self._executor = _executor(device, self._regions, self._pacer)
         self._reader: NixlReader | None = None
         self._pulls: PullPipeline | None = None
         self._stop_at_s: float | None = None
@@ -127,10 +130,14 @@ class Mover:
         self._endpoint.close()
 
     def _wait_s(self) -> float | None:
-        """Nothing outstanding: sleep until somebody writes. Otherwise as long as the work allows."""
+        """Nothing outstanding: sleep until somebody writes. Otherwise as long as the work and its rates allow."""
+        waits: list[float | None] = []
         if self._executor.outstanding():
-            return LANDING_PAUSE_S if isinstance(self._executor, CudaExecutor) and self._executor.idle() else 0.0
-        waits = [] if self._pulls is None else [self._pulls.next_poll_s()]
+            paced_s = self._executor.wait_ns() / SECOND_NS
+            if paced_s == 0:
+                return LANDING_PAUSE_S if isinstance(self._executor, CudaExecutor) and self._executor.idle() else 0.0
+            waits.append(paced_s)
+        waits += [] if self._pulls is None else [self._pulls.next_poll_s()]
         if self._stop_at_s is not None:
             waits.append(0.05)
         if self._alone_since_s is not None:
@@ -151,6 +158,7 @@ class Mover:
         """Obeys a command; the answers that it has at once. Raises a KVError for one that breaks a rule."""
         what = command.WhichOneof("what")
         if what == "hello":
+            self._pacer.set_rates(_rates(command.hello))
             return [pb.MoverEvent(welcome=pb.Welcome(pid=os.getpid(), device=self._device))]
         if what == "add_region":
             return [pb.MoverEvent(region_added=self._add_region(command.add_region, fds))]
@@ -248,14 +256,18 @@ class Mover:
         return self._pulls
 
 
-def _executor(device: str, regions: RegionMap) -> CpuExecutor | CudaExecutor:
+def _executor(device: str, regions: RegionMap, pacer: Pacer) -> CpuExecutor | CudaExecutor:
     """Raises ConfigError for a device that is not there."""
     if device == "cpu":
-        return CpuExecutor(regions)
+        return CpuExecutor(regions, pacer=pacer)
     try:
-        return CudaExecutor(regions, device)
+        return CudaExecutor(regions, device, pacer=pacer)
     except (DeviceError, InvalidArgument) as error:
         raise ConfigError(f"no mover for device {device!r}: {error}") from error
+
+
+def _rates(hello: pb.Hello) -> LinkRates:
+    return LinkRates(hello.to_host_bytes_per_s, hello.to_device_bytes_per_s, hello.both_ways_bytes_per_s)
 
 
 def _completion_to_proto(completion: Completion) -> pb.Completion:

@@ -27,10 +27,11 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from kvmanager.core.plans import CopyPlan
+from kvmanager.core.plans import CopyPlan, Urgency
 from kvmanager.errors import InvalidArgument, KVError, PeerUnreachable
 from kvmanager.framing import FrameReader, FrameWriter
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.transport.pacing import NO_LIMITS, LinkRates
 from kvmanager.wire import RegionInfo, plan_to_proto, region_to_proto
 
 _CONNECT_S: Final = 5.0
@@ -54,8 +55,9 @@ class MoverLink:
         boot_id: int,
         on_event: Callable[[pb.MoverEvent], None],
         on_broken: Callable[[KVError], None],
+        rates: LinkRates = NO_LIMITS,
     ) -> None:
-        """Connects; raises PeerUnreachable when no mover listens at `path`."""
+        """Connects; raises PeerUnreachable when no mover listens at `path`. `rates`: the mover keeps to them."""
         self._boot_id = boot_id
         self._on_event = on_event
         self._on_broken = on_broken
@@ -67,14 +69,19 @@ class MoverLink:
         self._wake_target, self._wake_source = socket.socketpair()
         self._wake_source.setblocking(False)
         self._thread = threading.Thread(target=self._run, name=f"moverlink {path.name}", daemon=True)
-        self.send(pb.MoverCommand(hello=pb.Hello()))
+        hello = pb.Hello(
+            to_host_bytes_per_s=rates.to_host,
+            to_device_bytes_per_s=rates.to_device,
+            both_ways_bytes_per_s=rates.both_ways,
+        )
+        self.send(pb.MoverCommand(hello=hello))
         self.send(pb.MoverCommand(list_outstanding=pb.ListOutstanding()))
         self._thread.start()
 
     # ------------------------------------------------------------------------------------- sending
 
-    def send(self, command: pb.MoverCommand, fds: Sequence[int] = ()) -> None:
-        """Queues a command (its boot id is filled in); fds are duplicated.
+    def send(self, command: pb.MoverCommand, fds: Sequence[int] = (), *, yields: bool = False) -> None:
+        """Queues a command (its boot id is filled in); fds are duplicated. One that `yields` lets others pass.
 
         Raises LimitExceeded for a command over 64 MiB, PeerUnreachable after the link broke or was closed.
         """
@@ -82,7 +89,7 @@ class MoverLink:
         with self._lock:
             if self._closed:
                 raise PeerUnreachable("the link to the mover is closed")
-            self._writer.put(command.SerializeToString(), fds)
+            self._writer.put(command.SerializeToString(), fds, yields=yields)
         self._wake()
 
     def add_region(self, region: RegionInfo, fd: int) -> None:
@@ -90,8 +97,9 @@ class MoverLink:
         self.send(pb.MoverCommand(add_region=pb.AddRegion(region=region_to_proto(region))), [fd])
 
     def submit(self, plan: CopyPlan) -> None:
-        """Submits a plan; its Completion follows."""
-        self.send(pb.MoverCommand(submit=plan_to_proto(plan)))
+        """Submits a plan; its Completion follows. One that a request waits for passes what has not been sent yet."""
+        yields = plan.urgency is not Urgency.WAITED_FOR
+        self.send(pb.MoverCommand(submit=plan_to_proto(plan)), yields=yields)
 
     def pull(self, pull: pb.Pull) -> None:
         """Submits a pull; its Completion follows."""
@@ -99,7 +107,7 @@ class MoverLink:
 
     def cancel(self, plan_id: int) -> None:
         """Asks that no more of a plan or pull is started; its Completion still follows."""
-        self.send(pb.MoverCommand(cancel=plan_id))
+        self.send(pb.MoverCommand(cancel=plan_id), yields=True)  # never before the plan itself
 
     def start_agent(self) -> None:
         """Asks for the NIXL agent's name and metadata: AgentStarted follows, also when it runs already."""
@@ -107,7 +115,7 @@ class MoverLink:
 
     def list_outstanding(self) -> None:
         """Asks for the outstanding ids: Outstanding follows."""
-        self.send(pb.MoverCommand(list_outstanding=pb.ListOutstanding()))
+        self.send(pb.MoverCommand(list_outstanding=pb.ListOutstanding()), yields=True)  # after all plans
 
     def close(self) -> None:
         """Ends the link without `on_broken`; returns when its thread has ended (not to be called by it)."""

@@ -15,19 +15,21 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from kvmanager.core.events import CopyOutcome, Event, MoverGone, MoverJoined, PlanEnded, Recovered
 from kvmanager.core.node import Node
-from kvmanager.core.plans import CopyPlan
+from kvmanager.core.plans import CopyPlan, Urgency
 from kvmanager.errors import KVError, NotReady, PeerUnreachable
 from kvmanager.killpoints import reach
 from kvmanager.memory import NodeRegions
 from kvmanager.moverconnection import MoverConnection, MoverProcess
 from kvmanager.moverlink import MoverLink, mover_socket
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.transport.pacing import NO_LIMITS, LinkRates
 from kvmanager.units import GIB
 from kvmanager.wire import RegionKind, error_from_proto, unpack_u64
 
@@ -91,6 +93,7 @@ class Mover:
         pulls: Pulls,
         on_failure: Callable[[BaseException], None],
         orphans: frozenset[int] | None = None,
+        rates: LinkRates = NO_LIMITS,
     ) -> None:
         """`in_core(f)` runs f in the core's thread, after all that was posted, and returns then.
 
@@ -113,6 +116,7 @@ class Mover:
         self._agent: Future[Agent] | None = None
         self._connection: MoverConnection | None = None
         self._process: MoverProcess | None = None  # the thread's own
+        self._rates = rates
         self._orphans = orphans
         self._recovering = orphans is not None
         self._first = threading.Event()
@@ -149,6 +153,20 @@ class Mover:
     def submit(self, plan: CopyPlan) -> None:
         """Sends a plan, now or when there is a link; in the core's thread."""
         self._send(plan, plan.plan_id, lambda: True)
+
+    def cancel(self, plan_id: int) -> None:
+        """Asks that no more of a plan is started; it ends all the same. In the core's thread.
+
+        A plan that waits for a link has not begun: it ends here and now.
+        """
+        with self._lock:
+            kept = [work for work in self._waiting if _id_of(work) != plan_id]
+            unsent, self._waiting = len(kept) < len(self._waiting), kept
+            if not unsent and self._link is not None and plan_id in self._outstanding:
+                with suppress(PeerUnreachable):  # what it carries is sorted out by the reconnect
+                    self._link.cancel(plan_id)
+        if unsent:
+            self._ended(plan_id, CopyOutcome.CANCELLED, None)
 
     def pull(self, pull: pb.Pull, wanted: Callable[[], bool]) -> None:
         """Sends a pull, likewise, from any thread; unless it is no longer wanted (see `Pulls.mover_gone`)."""
@@ -285,7 +303,7 @@ class Mover:
         with self._lock:
             self._connection = connection
         try:
-            connection.link = MoverLink(self._path, self._boot_id, connection.event, connection.end)
+            connection.link = MoverLink(self._path, self._boot_id, connection.event, connection.end, self._rates)
             for region in wanted:
                 connection.link.add_region(region, self._regions.fd(region.region_id))
         except PeerUnreachable:
@@ -340,7 +358,7 @@ class Mover:
             for work_id in sorted((self._orphans or frozenset()) & self._outstanding):
                 connection.link.cancel(work_id)
             self._orphans = None
-            waiting, self._waiting = self._waiting, []
+            waiting, self._waiting = sorted(self._waiting, key=_urgency_of), []
             for work in waiting:
                 error = self._hand(connection.link, work, _id_of(work))
                 if error is not None:
@@ -373,6 +391,10 @@ class Mover:
             self._info = MoverInfo()
             self._outstanding = set()
             self._waiting = [work for work in self._waiting if _id_of(work) in alive]
+
+
+def _urgency_of(work: pb.Pull | CopyPlan) -> Urgency:
+    return work.urgency if isinstance(work, CopyPlan) else Urgency.WAITED_FOR
 
 
 def _id_of(work: pb.Pull | CopyPlan) -> int:

@@ -2265,16 +2265,29 @@ Global___MoverCommand: _TypeAlias = MoverCommand  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """The first command of a connection."""
+    """The first command of a connection. The rates hold until the next Hello; 0: no limit (see transport/pacing.py)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    TO_HOST_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    TO_DEVICE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    BOTH_WAYS_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    to_host_bytes_per_s: _builtins.int
+    """most bytes a second from device to host"""
+    to_device_bytes_per_s: _builtins.int
+    """most bytes a second from host to device"""
+    both_ways_bytes_per_s: _builtins.int
+    """bytes a second of both together that write-back keeps to"""
     def __init__(
         self,
+        *,
+        to_host_bytes_per_s: _builtins.int = ...,
+        to_device_bytes_per_s: _builtins.int = ...,
+        both_ways_bytes_per_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["both_ways_bytes_per_s", b"both_ways_bytes_per_s", "to_device_bytes_per_s", b"to_device_bytes_per_s", "to_host_bytes_per_s", b"to_host_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from kvmanager.core.plans import CopyPlan, StridedCopies
+from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.geometry import Int64Array
 from kvmanager.killpoints import reach
 from kvmanager.transport.active_plans import ActivePlan, ActivePlans
 from kvmanager.transport.executor import ByteArray, Completion, Outcome, RegionMap
+from kvmanager.transport.pacing import Pacer
 from kvmanager.transport.runs import slices
+from kvmanager.transport.turns import Turns
 from kvmanager.units import KIB, MIB
 
 SLICE_BYTES: Final = 2 * MIB
@@ -43,47 +44,74 @@ class _Active(ActivePlan):
 
 
 class CpuExecutor(ActivePlans[_Active]):
-    """Plans in turn, a slice each, so a long one delays others by slices only (see `Executor`)."""
+    """Plans in turn by urgency, a slice each, so a long one delays others by slices only (see `Executor`)."""
 
-    def __init__(self, regions: RegionMap, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(
+        self,
+        regions: RegionMap,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+        pacer: Pacer | None = None,
+    ) -> None:
         super().__init__(regions)
         self._clock_ns = clock_ns
-        self._turns: deque[int] = deque()
+        self._pacer = pacer or Pacer()
+        self._turns: Turns[_Active] = Turns()
+        self._over: list[_Active] = []  # they need no turn to end
 
     def submit(self, plan: CopyPlan) -> None:
         """See `Executor.submit`. Bounds of the whole plan are checked before a byte moves."""
-        self._take(_Active(plan=plan, work=_work(plan), total_bytes=plan.total_bytes))
-        self._turns.append(plan.plan_id)
+        active = _Active(plan=plan, work=_work(plan), total_bytes=plan.total_bytes)
+        self._take(active)
+        if active.ended is None:
+            self._turns.put(plan.purpose, active)
+        else:
+            self._over.append(active)
+
+    def cancel(self, plan_id: int) -> None:
+        """See `Executor.cancel`."""
+        active = self._active.get(plan_id)
+        super().cancel(plan_id)
+        if active is not None:
+            self._over += [active] * self._turns.drop(lambda waiting: waiting is active)
 
     def poll(self) -> list[Completion]:
         """See `Executor.poll`. Runs some `POLL_SLICES` slices in all, at most one a plan and turn."""
-        ended: list[Completion] = []
         left: float = POLL_SLICES
-        while self._turns and left > 0:
-            active = self._active[self._turns.popleft()]
+        while left > 0 and (may_start := self._may_start()):
+            purpose, active = self._turns.take(may_start)
             left -= self._turn(active)
-            if active.ended is not None:
-                ended.append(self._end(active))
+            if active.ended is None:
+                self._turns.put(purpose, active)
             else:
-                self._turns.append(active.plan.plan_id)
-        return ended
+                self._over.append(active)
+        over, self._over = self._over, []
+        return [self._end(active) for active in over]
+
+    def _may_start(self) -> list[Purpose]:
+        """Purposes of which something waits, and that their links have room for now."""
+        return [purpose for purpose in self._turns.purposes if not self._pacer.wait_ns(purpose)]
+
+    def wait_ns(self) -> int:
+        """See `Executor.wait_ns`."""
+        if self._over:
+            return 0
+        return min((self._pacer.wait_ns(purpose) for purpose in self._turns.purposes), default=0)
 
     def _turn(self, active: _Active) -> float:
         """Copies pieces of the plan until they make up a slice or none is left; returns the slices' worth spent."""
-        spent = _LEAST_SLICE
+        spent, moved_before = _LEAST_SLICE, active.moved_bytes
         started = self._clock_ns()
-        while spent < 1 and active.ended is None:
-            piece = next(active.work, None)
-            if piece is None:
-                assert active.moved_bytes == active.total_bytes
-                active.ended = (Outcome.DONE, None)
-                break
+        while spent < 1 and active.moved_bytes < active.total_bytes:
+            piece = next(active.work)
             copy_piece(self._regions[piece.source_region], self._regions[piece.target_region], piece)
             active.moved_bytes += piece.total_bytes
             if active.moved_bytes < active.total_bytes:
                 reach("mover.plan.half_copied")
             spent += max(piece.total_bytes / SLICE_BYTES, piece.runs / SLICE_RUNS, _LEAST_SLICE)
+        if active.moved_bytes == active.total_bytes:
+            active.ended = (Outcome.DONE, None)
         active.busy_ns += self._clock_ns() - started
+        self._pacer.spend(active.plan.purpose, active.moved_bytes - moved_before)
         return spent
 
 

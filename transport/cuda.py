@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvmanager.allocators.cuda_driver import DeviceContext, call, driver
-from kvmanager.core.plans import CopyPlan, StridedCopies
+from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.errors import DeviceError, KVError, TransferFailed
 from kvmanager.killpoints import reach
 from kvmanager.transport.active_plans import ActivePlan, ActivePlans
 from kvmanager.transport.cuda_copies import CudaCopies, stacked
 from kvmanager.transport.cuda_rows import MAX_COPIES, MAX_EXTENTS, RowKernel
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
+from kvmanager.transport.pacing import Pacer
 from kvmanager.transport.runs import slices
+from kvmanager.transport.turns import Turns
 from kvmanager.units import KIB, MIB
 
 PIECE_BYTES: Final = 32 * MIB
@@ -78,7 +80,7 @@ class _Lane:
         self.stream = call("cuStreamCreate", module.CUstream_flags.CU_STREAM_NON_BLOCKING)
         flags = module.CUevent_flags.CU_EVENT_DISABLE_TIMING
         self.marks = [_Mark(first_mark + n, call("cuEventCreate", flags)) for n in range(WINDOW_PIECES)]
-        self.turns: deque[tuple[_Active, Iterator[StridedCopies]]] = deque()
+        self.turns: Turns[tuple[_Active, Iterator[StridedCopies]]] = Turns()
         self.pieces: deque[_Piece] = deque()
         self.queued_bytes = 0
 
@@ -93,7 +95,7 @@ class _Lane:
 
 
 class CudaExecutor(ActivePlans[_Active]):
-    """Plans in turn, a piece each, by the copy engines of one GPU (see `Executor`)."""
+    """Plans in turn by urgency, a piece each, by the copy engines of one GPU (see `Executor`)."""
 
     def __init__(
         self,
@@ -101,6 +103,7 @@ class CudaExecutor(ActivePlans[_Active]):
         device: str,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
         small_copy_bytes: int = SMALL_COPY_BYTES,
+        pacer: Pacer | None = None,
     ) -> None:
         """`device`: "cuda:N". Its context becomes current in this thread, which is the only one to use this.
 
@@ -108,6 +111,7 @@ class CudaExecutor(ActivePlans[_Active]):
         """
         super().__init__(regions)
         self._clock_ns = clock_ns
+        self._pacer = pacer or Pacer()
         context = DeviceContext(device)
         self._copies = CudaCopies(regions, context.ordinal)
         self._not_ready = int(driver().CUresult.CUDA_ERROR_NOT_READY)
@@ -144,9 +148,10 @@ class CudaExecutor(ActivePlans[_Active]):
         active.pending += 1
         if small and count >= _LEAST_LAUNCH and any(key):
             work = slices(copies, PIECE_BYTES, MAX_COPIES * (copies.runs // count))
-            self._kernel_lanes[key].turns.append((active, work))
+            self._kernel_lanes[key].turns.put(active.plan.purpose, (active, work))
         else:
-            self._engine_lanes[key].turns.append((active, slices(copies, PIECE_BYTES, PIECE_RUNS)))
+            work = slices(copies, PIECE_BYTES, PIECE_RUNS)
+            self._engine_lanes[key].turns.put(active.plan.purpose, (active, work))
 
     def _by_engine(self, copies: StridedCopies, _mark: int, stream: int) -> None:
         self._copies.issue(copies, stream)
@@ -172,8 +177,19 @@ class CudaExecutor(ActivePlans[_Active]):
             self._settle(active)
 
     def idle(self) -> bool:
-        """Whether `poll` can do nothing until a copy has landed: the caller may sleep about a millisecond."""
-        return not self._over and not any(lane.turns and lane.has_room() for lane in self._lanes)
+        """Whether `poll` can do nothing until a copy has landed or a link has room: sleep about a millisecond."""
+        return not self._over and not any(self._may_start(lane) for lane in self._lanes)
+
+    def wait_ns(self) -> int:
+        """See `Executor.wait_ns`; 0 while copies are in flight, whose end only `poll` sees."""
+        waiting = {purpose for lane in self._lanes for purpose in lane.turns.purposes}
+        if self._over or not waiting or any(lane.pieces for lane in self._lanes):
+            return 0
+        return min(self._pacer.wait_ns(purpose) for purpose in waiting)
+
+    def _may_start(self, lane: _Lane) -> list[Purpose]:
+        """Purposes of what may go into the lane now."""
+        return [p for p in lane.turns.purposes if not self._pacer.wait_ns(p)] if lane.has_room() else []
 
     def release(self) -> None:
         """Gives streams and events back, after `close` and the last completion. Raises DeviceError."""
@@ -215,14 +231,14 @@ class CudaExecutor(ActivePlans[_Active]):
             self._settle(piece.active)
 
     def _fill(self, lane: _Lane) -> None:
-        while lane.turns and lane.has_room():
-            active, work = lane.turns.popleft()
+        while may_start := self._may_start(lane):
+            purpose, (active, work) = lane.turns.take(may_start)
             piece = next(work, None)
             if piece is None:
                 active.pending -= 1
                 self._settle(active)
                 continue
-            lane.turns.append((active, work))
+            lane.turns.put(purpose, (active, work))
             active.started_ns = active.started_ns or self._clock_ns()
             size_bytes = piece.total_bytes
             try:
@@ -232,6 +248,7 @@ class CudaExecutor(ActivePlans[_Active]):
                 size_bytes = 0
                 active.ended = active.ended or (Outcome.FAILED, _failure(active, error))
                 self._drop_turns(active)
+            self._pacer.spend(purpose, size_bytes)
             self._mark(lane, active, size_bytes)
 
     def _mark(self, lane: _Lane, active: _Active, size_bytes: int) -> None:
@@ -252,9 +269,7 @@ class CudaExecutor(ActivePlans[_Active]):
 
     def _drop_turns(self, active: _Active) -> None:
         for lane in self._lanes:
-            kept = [turn for turn in lane.turns if turn[0] is not active]
-            active.pending -= len(lane.turns) - len(kept)
-            lane.turns = deque(kept)
+            active.pending -= lane.turns.drop(lambda turn: turn[0] is active)
 
     def _break(self, active: _Active, error: DeviceError) -> None:
         self.broken = self.broken or error

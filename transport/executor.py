@@ -44,7 +44,11 @@ class Completion:
 
 
 class Executor(Protocol):
-    """Carries out plans of one process. One thread owns it; no call blocks for longer than one slice of work."""
+    """Carries out plans of one process. One thread owns it; no call blocks for longer than one slice of work.
+
+    Plans take turns by `Purpose.urgency`: a more urgent one overtakes all that is queued, piece by piece, and what
+    is less urgent keeps a stated share of the turns (`transport.turns`). What has begun is never taken back.
+    """
 
     def submit(self, plan: CopyPlan) -> None:
         """Takes a plan. What is wrong with the plan itself comes back as its FAILED completion.
@@ -55,6 +59,9 @@ class Executor(Protocol):
 
     def poll(self) -> list[Completion]:
         """Moves some bytes and returns what ended since the last call. May be called after `close`."""
+
+    def wait_ns(self) -> int:
+        """How long `poll` can start nothing because links are at their rates (`transport.pacing`); 0: poll now."""
 
     def cancel(self, plan_id: int) -> None:
         """Starts nothing more of a plan; its terminal result still comes.

@@ -1,8 +1,8 @@
 """An executor that moves bytes when told to: for tests, the simulator and dry runs of a daemon.
 
 Left alone it ends each plan after a seeded number of polls, so completions come in another order than
-submissions. A test takes a plan over with `hold` (or all later ones with `hold_submissions`) and ends it
-with `finish`, `fail` or `lose`.
+submissions; while a more urgent plan is drawn too, a plan that is due waits, for `FAIR_TURNS` polls at most. A test
+takes a plan over with `hold` (or all later ones with `hold_submissions`) and ends it with `finish`, `fail` or `lose`.
 
     drawn ──(its poll comes)──► DONE, or FAILED with `fail_share`, or lost with `lose_share`
     held  ──finish──► DONE   ──fail──► FAILED   ──cancel──► CANCELLED
@@ -19,6 +19,7 @@ from kvmanager.core.plans import CopyPlan
 from kvmanager.errors import Draining, InvalidArgument, KVError, TransferFailed
 from kvmanager.transport.cpu import copy_piece
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
+from kvmanager.transport.turns import FAIR_TURNS
 
 
 class _State(Enum):
@@ -86,8 +87,11 @@ class FakeExecutor:
     def poll(self) -> list[Completion]:
         """See `Executor.poll`. Completions of one poll come in random order."""
         self._polls += 1
-        for entry in self._plans.values():
-            if entry.state is _State.DRAWN and entry.due_poll <= self._polls:
+        drawn = [entry for entry in self._plans.values() if entry.state is _State.DRAWN]
+        first = min((entry.plan.urgency for entry in drawn), default=None)
+        for entry in drawn:
+            waited = self._polls - entry.due_poll
+            if waited >= 0 and (entry.plan.urgency == first or waited >= FAIR_TURNS):
                 self._meet_fate(entry)
         ended = [entry.completion for entry in self._plans.values() if entry.completion is not None]
         for completion in ended:
@@ -114,6 +118,10 @@ class FakeExecutor:
         moved = entry.plan.total_bytes if outcome is Outcome.DONE else 0
         entry.state = _State.ENDED
         entry.completion = Completion(entry.plan.plan_id, outcome, moved, 0, error)
+
+    def wait_ns(self) -> int:
+        """See `Executor.wait_ns`."""
+        return 0
 
     def cancel(self, plan_id: int) -> None:
         """See `Executor.cancel`. A lost plan stays lost."""

@@ -16,11 +16,14 @@ from kvmanager.transport.active_plans import ActivePlan, ActivePlans
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.nixl import NixlReader, ReadResult
 from kvmanager.transport.runs import Runs, plan_runs
+from kvmanager.transport.turns import Turns
 from kvmanager.units import MIB, SECOND_NS
 
 READ_BYTES: Final = 8 * MIB
 """Of one read (a single longer run goes alone): over loopback a read blocks the caller for its copy."""
 READ_RUNS: Final = 1_024
+READS_UNDER_WAY: Final = 8
+"""At one time: a more urgent plan waits for no more than these."""
 DEADLINE_NS: Final = 30 * SECOND_NS
 
 
@@ -55,6 +58,7 @@ class NixlExecutor(ActivePlans[_Active]):
         self._deadline_ns = deadline_ns
         self._clock_ns = clock_ns
         self._reading: dict[int, _Active] = {}
+        self._turns: Turns[_Active] = Turns()
 
     def submit(self, plan: CopyPlan) -> None:
         """See `Executor.submit`."""
@@ -63,19 +67,25 @@ class NixlExecutor(ActivePlans[_Active]):
         if active.ended is None:
             for runs in plan_runs(plan):
                 active.reads.extend(_reads(runs))
+            self._turns.put(plan.purpose, active)
 
     def _source_sizes(self) -> dict[int, int]:
         return {region: size for region, (_, size) in self._addresses.items()}
 
     def poll(self) -> list[Completion]:
-        """See `Executor.poll`: one read a plan and call."""
+        """See `Executor.poll`: one read a plan, `READS_UNDER_WAY` in all."""
         for result in self._reader.poll():
             self._landed(result)
-        for active in self._active.values():
-            if active.read_id is None and active.ended is None:
+        while self._turns and len(self._reading) < READS_UNDER_WAY:
+            _, active = self._turns.take(self._turns.purposes)
+            if active.ended is None:
                 self._start_next(active)
         ended = [a for a in self._active.values() if a.ended is not None and a.read_id is None]
         return [self._end(active) for active in ended]
+
+    def wait_ns(self) -> int:
+        """See `Executor.wait_ns`. Reads from a peer cross no link that is paced."""
+        return 0
 
     def _start_next(self, active: _Active) -> None:
         if not active.reads:
@@ -102,6 +112,8 @@ class NixlExecutor(ActivePlans[_Active]):
         active.busy_ns += result.busy_ns
         if result.outcome is not Outcome.DONE:
             active.ended = (result.outcome, result.error)
+        if active.ended is None:
+            self._turns.put(active.plan.purpose, active)
 
 
 def _reads(runs: Runs) -> list[Runs]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvmanager.core.giveway import give_way
 from kvmanager.core.group import Claim, Group
 from kvmanager.core.pool import Pool
 from kvmanager.core.reclaim import clean, evictable, idle, reclaimable_slabs
@@ -277,6 +278,7 @@ def _check_pool(
     reachable = pool.free_slabs + reclaimable_slabs(group, pool)
     if enough(reachable):
         return
+    give_way(state, group, pool, needed - max(reachable - max(owed, 0) - first, 0))
     raise exhausted(state, group, pool, needed, max(min(reachable, reachable - owed) - first, 0))
 
 

@@ -22,7 +22,10 @@ def plan_ended(state: State, plan_id: int, outcome: CopyOutcome, error: KVError 
     job = state.jobs.pop(plan_id, None)
     if job is None:
         return
-    if not ended_well(outcome):
+    gave_way = isinstance(job, CopyJob) and job.gives_way and outcome is CopyOutcome.CANCELLED
+    if gave_way:
+        state.counters["writeback_cancelled"] += 1
+    elif not ended_well(outcome):
         state.counters["failed_plan"] += 1
     if isinstance(job, CopyJob):
         state.pace.note("copy_ns", state.now - job.since)
@@ -59,7 +62,10 @@ def _writeback_ended(state: State, job: CopyJob, outcome: CopyOutcome) -> None:
         for row in job.rows:
             _lose_copy(state, group, chain, (job.page_class, HOST, row), outcome)
     chain.release_unused(job.rows)
-    if not ended_well(outcome):
+    if job.gives_way and outcome is CopyOutcome.CANCELLED:
+        # Not at once: the request that needs their pages asks again first.
+        group.declined[job.chain].extend(row for row in job.rows if chain.table.live[row])
+    elif not ended_well(outcome):
         _try_again(state, group, job)
     if ended_well(outcome):
         state.counters["mirror" if group.spec.sparse else "offload"] += len(job.rows)

@@ -442,6 +442,13 @@ class SubmitPlan:
 
 
 @dataclass(frozen=True)
+class CancelPlan:
+    """No more of a plan is to be started. It ends all the same, and until then its pages are out of reach."""
+
+    plan_id: int
+
+
+@dataclass(frozen=True)
 class PullTarget:
     """Where pulled rows go, for one page class: one entry a position (`positions` ascending)."""
 
@@ -478,4 +485,4 @@ class AbandonTicket:
     ticket: TicketInfo
 
 
-Effect = Replied | Notified | SubmitPlan | StartPull | AbandonTicket | FenceEngine
+Effect = Replied | Notified | SubmitPlan | CancelPlan | StartPull | AbandonTicket | FenceEngine

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,21 @@ from kvmanager.layout import Component, KVLayout
 Int32Array = npt.NDArray[np.int32]
 
 
+class Urgency(IntEnum):
+    """Who waits for a plan, the most urgent first. Executors give turns by it, and let no class starve."""
+
+    WAITED_FOR = 0  # a request can't go on without these bytes
+    SPILL = 1       # a request that was refused waits for the pages that these bytes leave
+    WRITE_BACK = 2  # nobody waits
+
+
+class Link(StrEnum):
+    """A direction between host and device whose bytes a second may be limited."""
+
+    TO_HOST = "to_host"
+    TO_DEVICE = "to_device"
+
+
 class Purpose(StrEnum):
     """Why bytes move; also the key of the movement counters."""
 
@@ -32,6 +47,32 @@ class Purpose(StrEnum):
     MIRROR = "mirror"
     COPY_ON_WRITE = "copy_on_write"
     PLACE = "place"
+
+    @property
+    def urgency(self) -> Urgency:
+        """Who waits."""
+        return _URGENCY[self]
+
+    @property
+    def link(self) -> Link | None:
+        """The link that such bytes cross; None: none that is limited."""
+        return _LINKS.get(self)
+
+
+_URGENCY = {
+    Purpose.OFFLOAD: Urgency.WRITE_BACK,
+    Purpose.MIRROR: Urgency.WRITE_BACK,
+    Purpose.SPILL: Urgency.SPILL,
+    Purpose.ONBOARD: Urgency.WAITED_FOR,
+    Purpose.COPY_ON_WRITE: Urgency.WAITED_FOR,
+    Purpose.PLACE: Urgency.WAITED_FOR,
+}
+_LINKS = {
+    Purpose.OFFLOAD: Link.TO_HOST,
+    Purpose.MIRROR: Link.TO_HOST,
+    Purpose.SPILL: Link.TO_HOST,
+    Purpose.ONBOARD: Link.TO_DEVICE,
+}
 
 
 @dataclass(frozen=True)
@@ -78,6 +119,11 @@ class CopyPlan:
     plan_id: int
     purpose: Purpose
     copies: tuple[StridedCopies, ...]
+
+    @property
+    def urgency(self) -> Urgency:
+        """Who waits for it."""
+        return self.purpose.urgency
 
     @property
     def total_bytes(self) -> int:

@@ -31,7 +31,7 @@ COUNTERS = (
     "prefix_hit", "prefix_hit_tokens", "prompt_tokens", "partial_span_reuse", "offload", "mirror", "onboard", "reclaim",
     "eviction", "spill", "draft_truncation", "handoff", "export", "refusal", "failed_plan", "expired_ticket",
     "quarantined_copy", "request", "step", "partial_span_tokens", "writeback_retry", "writeback_given_up",
-    "host_reclaim", "host_eviction", "writeback_bypass", "writeback_again",
+    "host_reclaim", "host_eviction", "writeback_bypass", "writeback_again", "writeback_cancelled",
 )
 
 
@@ -123,6 +123,7 @@ class CopyJob:
 
     rows: spans whose copies it reads or fills, one `busy` each. extra: further busy rows (donors).
     waiters: (engine, epoch, request id) that go on when it is done. since: when it was submitted, ns.
+    gives_way: it was asked to end early, for its pages are needed.
     """
 
     group: str
@@ -133,6 +134,7 @@ class CopyJob:
     extra: list[int] = field(default_factory=list)
     waiters: list[tuple[str, int, int]] = field(default_factory=list)
     since: int = 0
+    gives_way: bool = False
 
 
 @dataclass

@@ -286,9 +286,17 @@ def _submit(state: State, group: Group, number: int, rows: list[int]) -> None:
         if len(new) == 0:
             continue
         source, target = (chain.table.page_lists(c, tier, new) for tier in (DEVICE, HOST))
-        purpose = Purpose.MIRROR if group.spec.sparse else Purpose.OFFLOAD
+        purpose = _purpose(state, group, chain.pool(c, DEVICE).name)
         plan = CopyPlan(state.new_plan_id(), purpose, between_tiers(chain, c, DEVICE, (source, target)))
         state.jobs[plan.plan_id] = CopyJob(
             group.spec.name, number, c, new.tolist(), HOST, since=state.now
         )
         state.effects.append(SubmitPlan(plan))
+
+
+def _purpose(state: State, group: Group, device_pool: str) -> Purpose:
+    """A spill where a request was refused for want of the pages that the copies leave, else what nobody waits for."""
+    oldest = state.now - state.limits.claim_hold_ns
+    if any(claim.slabs.get(device_pool) and claim.since >= oldest for claim in group.claims.values()):
+        return Purpose.SPILL
+    return Purpose.MIRROR if group.spec.sparse else Purpose.OFFLOAD

@@ -247,7 +247,8 @@ def _report(
     rates: Rates,
 ) -> TierReport:
     prompt, found = max(tally.prompt_tokens, 1), tally.device_tokens + tally.host_tokens
-    up, down = happened[_bytes(Purpose.ONBOARD)] // ranks, happened[_bytes(Purpose.OFFLOAD)] // ranks
+    written = happened[_bytes(Purpose.OFFLOAD)] + happened[_bytes(Purpose.SPILL)]
+    up, down = happened[_bytes(Purpose.ONBOARD)] // ranks, written // ranks
     avoided, reload = found / rates.prefill_tokens_per_s, up / rates.host_to_device_bytes_per_s
     return TierReport(
         policy=policy,

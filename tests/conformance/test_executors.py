@@ -139,10 +139,12 @@ def _model(memory, before: dict[int, np.ndarray], plan: CopyPlan) -> None:
                 before[c.target_region][t : t + c.row_bytes] = memory[c.source_region][s : s + c.row_bytes]
 
 
-def _pages(plan_id: int, pages: int, page_bytes: int, at: int = 0, target: int = 11) -> CopyPlan:
+def _pages(
+    plan_id: int, pages: int, page_bytes: int, at: int = 0, target: int = 11, purpose: Purpose = Purpose.OFFLOAD
+) -> CopyPlan:
     offsets = np.arange(pages, dtype=np.int64) * page_bytes + at
     copies = StridedCopies(1, target, offsets, offsets[::-1].copy(), (), (), (), page_bytes)
-    return CopyPlan(plan_id, Purpose.OFFLOAD, (copies,))
+    return CopyPlan(plan_id, purpose, (copies,))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -297,6 +299,81 @@ def test_after_close_everything_ends_and_nothing_starts(executor, memory):
     assert (memory[11] == POISON).all()
 
 
+QUEUED = range(1, 201)
+
+
+def _order(executor) -> list[int]:
+    """Plans as they end, poll by poll."""
+    order: list[int] = []
+    give_up = time.monotonic() + 30
+    while executor.outstanding():
+        assert time.monotonic() < give_up, executor.outstanding()
+        order += [completion.plan_id for completion in executor.poll()]
+    return order
+
+
+@pytest.mark.parametrize("late", [Purpose.ONBOARD, Purpose.SPILL])
+def test_a_late_plan_that_somebody_waits_for_overtakes_queued_write_backs(executor, memory, late):
+    for plan_id in QUEUED:
+        executor.submit(_pages(plan_id, 1, MIB))
+    order = [completion.plan_id for completion in executor.poll()]
+    executor.submit(_pages(1000, 5, MIB, target=12, purpose=late))
+    order += _order(executor)
+    assert sorted(order) == [*QUEUED, 1000]
+    assert order.index(1000) < len(QUEUED) // 2, "it waits for what has begun, and for no more"
+    assert np.array_equal(memory[12][: 5 * MIB].reshape(5, MIB), memory[1][: 5 * MIB].reshape(5, MIB)[::-1])
+
+
+def test_an_onboard_overtakes_a_spill_and_that_a_write_back(executor):
+    executor.submit(_pages(1, 6, MIB, target=12))
+    purposes = [*[Purpose.MIRROR] * 60, *[Purpose.SPILL] * 60, *[Purpose.ONBOARD] * 60]
+    for number, purpose in enumerate(purposes, start=2):
+        executor.submit(_pages(number, 6, MIB // 2, purpose=purpose))
+    order = _order(executor)
+    places = {
+        purpose: sum(order.index(n) for n, p in enumerate(purposes, start=2) if p is purpose) / 60
+        for purpose in (Purpose.MIRROR, Purpose.SPILL, Purpose.ONBOARD)
+    }
+    assert places[Purpose.ONBOARD] < places[Purpose.SPILL] < places[Purpose.MIRROR]
+
+
+def test_a_write_back_ends_beside_a_stream_of_onboards_that_never_ends(executor):
+    executor.submit(_pages(1, 6, MIB))
+    ids, ended = itertools.count(100), set()
+    give_up = time.monotonic() + 30
+    while 1 not in ended:
+        assert time.monotonic() < give_up
+        while len(executor.outstanding()) < 8 + (1 in executor.outstanding()):
+            executor.submit(_pages(next(ids), 4, MIB, target=12, purpose=Purpose.ONBOARD))
+        ended |= {completion.plan_id for completion in executor.poll()}
+    assert len(ended) > 8, "onboards went on meanwhile"
+    _drain(executor)
+
+
+def test_queued_write_backs_are_given_up_and_stay_outstanding_until_they_have_ended(executor):
+    for plan_id in QUEUED:
+        executor.submit(_pages(plan_id, 1, MIB))
+    begun = {c.plan_id: c for c in executor.poll()}
+    executor.submit(_pages(1000, 1, MIB, target=12, purpose=Purpose.ONBOARD))
+    given_up = executor.outstanding()[-101:-1]
+    for plan_id in given_up:
+        executor.cancel(plan_id)
+    assert set(given_up) <= set(executor.outstanding())
+    ended = begun | _drain(executor)
+    assert sorted(ended) == [*QUEUED, 1000]
+    assert {ended[plan_id].outcome for plan_id in given_up} == {Outcome.CANCELLED}
+    assert {ended[plan_id].moved_bytes for plan_id in given_up} == {0}
+    assert {c.outcome for i, c in ended.items() if i not in given_up} == {Outcome.DONE}
+
+
+def test_without_rates_there_is_no_waiting(executor):
+    executor.submit(_pages(1, 6, MIB))
+    assert executor.wait_ns() == 0
+    executor.poll()
+    assert executor.wait_ns() == 0
+    _drain(executor)
+
+
 # --------------------------------------------------------------------------- what only one of them does
 
 
@@ -305,7 +382,7 @@ def test_cpu_interleaves_a_huge_plan_with_small_ones(host_memory):
     executor = CpuExecutor(host_memory)
     tiny = np.arange(REGION_BYTES // 64, dtype=np.int64) * 64
     huge = StridedCopies(1, 11, tiny, tiny[::-1].copy(), (), (), (), 64)
-    executor.submit(CopyPlan(1, Purpose.PLACE, (huge,)))
+    executor.submit(CopyPlan(1, Purpose.OFFLOAD, (huge,)))
     for plan_id in range(2, 6):
         executor.submit(_pages(plan_id, 1, 656, target=12))
     first = executor.poll()

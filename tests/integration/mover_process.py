@@ -13,6 +13,7 @@ import numpy as np
 from kvmanager.allocators.backing import create_memfd, map_fd
 from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.moverlink import MoverLink, mover_socket
+from kvmanager.transport.pacing import NO_LIMITS
 from kvmanager.wire import RegionInfo, RegionKind, unpack_u64
 
 WAIT_S = 30
@@ -22,9 +23,9 @@ POISON = 0xA5
 class Client:
     """A daemon's stand-in: a link, its events, and the regions that it gave."""
 
-    def __init__(self, path, boot_id=1):
+    def __init__(self, path, boot_id=1, rates=NO_LIMITS):
         self.events: queue.Queue = queue.Queue()
-        self.link = MoverLink(path, boot_id, self.events.put, self.events.put)
+        self.link = MoverLink(path, boot_id, self.events.put, self.events.put, rates)
         self.welcome = self.next("welcome")
         self.incarnation = self.welcome.incarnation
         self.redelivered = []

@@ -18,6 +18,7 @@ from kvmanager.framing import send_frame
 from kvmanager.moverlink import mover_socket
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import KEEPER_LOCK
+from kvmanager.transport.pacing import LinkRates
 from kvmanager.units import MIB
 from kvmanager.wire import RegionInfo, RegionKind, plan_to_proto
 from tests.integration.mover_process import POISON, WAIT_S, Client, reversed_pieces, running, slow_plan
@@ -50,6 +51,26 @@ def test_a_plan_moves_bytes_between_regions_given_as_fds(mover):
     assert np.array_equal(target[8192:12288], source[8192:12288])
     assert (target[4096:8192] == POISON).all()
     assert client.list() == []
+
+
+def test_a_link_at_its_rate_delays_write_back_and_no_onboard(tmp_path):
+    """At 1 MB/s the write-back would take a minute; the onboard ends, and the write-back when given up."""
+    with running(tmp_path / "node") as (_, path):
+        client = Client(path, rates=LinkRates(to_host=1_000_000))
+        size = 64 * MIB
+        source = client.add(1, size, fill=7)
+        target = client.add(2, size)
+        whole = StridedCopies(1, 2, np.array([0]), np.array([0]), (), (), (), size)
+        client.link.submit(CopyPlan(1, Purpose.OFFLOAD, (whole,)))
+        client.link.submit(CopyPlan(2, Purpose.ONBOARD, (whole,)))
+        assert client.completions(1)[2].outcome == pb.Completion.DONE
+        assert np.array_equal(source, target)
+        assert client.list() == [1]
+        client.link.cancel(1)
+        ended = client.completions(1)[1]
+        assert ended.outcome == pb.Completion.CANCELLED
+        assert 0 < ended.moved_bytes < size
+        client.close()
 
 
 def test_what_is_wrong_with_a_plan_comes_back_as_its_completion(mover):

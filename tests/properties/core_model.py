@@ -115,7 +115,8 @@ class Model:
 
     def copied(self, plan: CopyPlan) -> None:
         """A whole-page plan ended well: by its first rank, all ranks being alike."""
-        source, target = (self.device, self.host) if plan.purpose is Purpose.OFFLOAD else (self.host, self.device)
+        to_host = plan.purpose in (Purpose.OFFLOAD, Purpose.SPILL)
+        source, target = (self.device, self.host) if to_host else (self.host, self.device)
         first = plan.copies[0].source_region
         for c in plan.copies:
             if c.source_region == first:
@@ -125,7 +126,7 @@ class Model:
 
     def ruined(self, plan: CopyPlan) -> None:
         """A whole-page plan ended badly: its target may hold anything."""
-        target = self.host if plan.purpose is Purpose.OFFLOAD else self.device
+        target = self.host if plan.purpose in (Purpose.OFFLOAD, Purpose.SPILL) else self.device
         for c in plan.copies:
             for t in c.target_offsets.tolist():
                 for i in range(c.row_bytes // PAGE_BYTES):

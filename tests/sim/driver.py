@@ -12,6 +12,7 @@ from kvmanager.core.events import (
     AbandonTicket,
     Attached,
     AttachRank,
+    CancelPlan,
     Close,
     Closing,
     CopyOutcome,
@@ -85,6 +86,7 @@ class Driver:
     now: int = 0
     plans: dict[int, CopyPlan] = field(default_factory=dict)
     pulls: dict[int, StartPull] = field(default_factory=dict)
+    cancelled: list[int] = field(default_factory=list)
     abandoned: list[str] = field(default_factory=list)
     fenced: list[tuple[str, int]] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
@@ -104,6 +106,8 @@ class Driver:
                     answer = effect.answer
                 case SubmitPlan():
                     self.plans[effect.plan.plan_id] = effect.plan
+                case CancelPlan():
+                    self.cancelled.append(effect.plan_id)
                 case StartPull():
                     self.pulls[effect.plan_id] = effect
                 case Notified():

@@ -10,7 +10,9 @@ import numpy as np
 from kvmanager.core.audit import audit
 from kvmanager.core.events import (
     AbandonTicket,
+    CancelPlan,
     CopyOutcome,
+    Effect,
     Event,
     MoverGone,
     MoverJoined,
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from tests.sim.crash import Crashes
     from tests.sim.engine import SimEngine
 
-WHOLE_PAGES = (Purpose.OFFLOAD, Purpose.MIRROR, Purpose.ONBOARD)
+WHOLE_PAGES = (Purpose.OFFLOAD, Purpose.MIRROR, Purpose.SPILL, Purpose.ONBOARD)
 _FREE = int(PageState.FREE)
 
 
@@ -66,6 +68,7 @@ class Flight:
     claims: list[Claim]
     early: bool
     done: bool = False
+    cancelled: bool = False
 
 
 class World:
@@ -131,21 +134,25 @@ class World:
         if self.crashes is not None and self.crashes.after(event, effects):
             # Whoever sent it heard nothing, and says it again; that a mover is gone, the next daemon found out itself.
             return None if isinstance(event, MoverGone) else self.apply(event, 0)
-        answer: object = None
         for effect in effects:
-            match effect:
-                case Replied():
-                    answer = effect.answer
-                case SubmitPlan():
-                    self._submit(effect.plan)
-                case StartPull():
-                    group = self.node.state.groups[effect.group]
-                    self.pulls[effect.plan_id] = pulls.begin(effect, group, net.now)
-                case AbandonTicket():
-                    net.ask(effect.ticket.ticket_id, ReleaseTicket(effect.ticket.ticket_id, "nobody"))
-                case Notified():
-                    self.inbox.setdefault((effect.engine, effect.epoch), []).append(effect)
-        return answer
+            self._perform(effect)
+        answers = [effect.answer for effect in effects if isinstance(effect, Replied)]
+        return answers[-1] if answers else None
+
+    def _perform(self, effect: Effect) -> None:
+        """What the shell around the core does."""
+        match effect:
+            case SubmitPlan():
+                self._submit(effect.plan)
+            case CancelPlan():
+                self._cancel(effect.plan_id)
+            case StartPull():
+                group = self.node.state.groups[effect.group]
+                self.pulls[effect.plan_id] = pulls.begin(effect, group, self.net.now)
+            case AbandonTicket():
+                self.net.ask(effect.ticket.ticket_id, ReleaseTicket(effect.ticket.ticket_id, "nobody"))
+            case Notified():
+                self.inbox.setdefault((effect.engine, effect.epoch), []).append(effect)
 
     def _page_states(self) -> dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]:
         pools = [pool for group in self.node.state.groups.values() for pool in group.pools.values()]
@@ -204,6 +211,12 @@ class World:
         if flight.early:
             self._move(flight)
 
+    def _cancel(self, plan_id: int) -> None:
+        """The core gives a plan up: it may have begun, may even have ended, and its end comes when it comes."""
+        self.happened["plan given up"] += 1
+        if plan_id in self.flights:
+            self.flights[plan_id].cancelled = True
+
     def _move(self, flight: Flight, share: float = 1.0) -> None:
         CopyOp(str(flight.plan), [], flight.claims).run(self.memory)
         for c in flight.plan.copies[: max(1, int(len(flight.plan.copies) * share))]:
@@ -213,6 +226,8 @@ class World:
     def end_plan(self, plan_id: int, outcome: CopyOutcome = CopyOutcome.DONE) -> None:
         """The mover reports the end of a copy plan."""
         flight = self.flights.pop(plan_id)
+        if flight.cancelled and outcome is CopyOutcome.DONE and not flight.done:
+            outcome = CopyOutcome.CANCELLED
         self.happened[f"plan {outcome.value}"] += 1
         if outcome is CopyOutcome.DONE and not flight.done:
             self._move(flight)

@@ -19,6 +19,7 @@ from kvmanager.core.events import (
     TurnEnded,
 )
 from kvmanager.core.eviction import return_rate
+from kvmanager.core.plans import Purpose
 from kvmanager.core.pool import PageState
 from kvmanager.core.spans import DEVICE, HOST, CopyState
 from kvmanager.core.spec import Limits
@@ -379,4 +380,83 @@ def test_what_has_something_to_do_is_not_left_out_of_the_journal():
     assert node.state.groups["p"].blocked
     assert not node.idle(Tick(), driver.now), "the blocked write-back is looked at again"
     driver.end_all()
+    driver.leave(client)
+
+
+def refused_beside_write_back():
+    """The whole device is in copies to the host, whose request has ended, when another request comes."""
+    driver = Driver([sharded_group(4, 16)], Limits(batch_spans=1, plans_in_flight=4))
+    client = Client(driver, "p")
+    client.open(1, 4 * SPAN, "a")
+    client.commit(1, 4 * SPAN)
+    client.close(1)
+    client.run()
+    assert sorted(driver.plans) == [1, 2, 3, 4]
+    assert client.open(2, 2 * SPAN, "b").state == "refused"
+    return driver, client
+
+
+def test_write_back_gives_way_to_a_refused_request():
+    driver, client = refused_beside_write_back()
+    assert driver.cancelled == [4, 3], "as many as are needed, the newest first"
+    assert client.open(2, 2 * SPAN, "b").state == "refused", "they may still be read"
+    assert driver.cancelled == [4, 3], "asked once"
+    for plan_id in (4, 3):
+        driver.end(plan_id, CopyOutcome.CANCELLED)
+    assert sorted(driver.plans) == [1, 2], "nor begun again before the request has asked"
+    assert client.open(2, 2 * SPAN, "b").state == "runnable"
+    assert driver.counters["writeback_cancelled"] == 2
+    assert driver.counters["failed_plan"] == driver.counters["writeback_retry"] == 0
+    driver.end_all()
+    assert offloaded(driver) == [0, SPAN], "those before were written"
+    driver.leave(client)
+
+
+def test_a_plan_that_was_given_up_may_end_well_all_the_same():
+    driver, client = refused_beside_write_back()
+    driver.end_all()
+    assert client.open(2, 2 * SPAN, "b").state == "runnable"
+    assert driver.counters["writeback_cancelled"] == 0
+    assert offloaded(driver) == [i * SPAN for i in range(4)]
+    driver.leave(client)
+
+
+def test_spans_whose_copy_was_given_up_are_written_later_where_they_are_still_there():
+    driver, client = refused_beside_write_back()
+    for plan_id in (4, 3):
+        driver.end(plan_id, CopyOutcome.CANCELLED)
+    driver.apply(Tick())
+    driver.end_all()
+    assert offloaded(driver) == [i * SPAN for i in range(4)]
+    driver.leave(client)
+
+
+def test_nothing_is_given_up_where_it_would_not_help():
+    driver = Driver([sharded_group(4, 16)], Limits(batch_spans=1, plans_in_flight=4))
+    client = Client(driver, "p")
+    client.open(1, 3 * SPAN, "a")
+    client.commit(1, 3 * SPAN)
+    client.run()
+    assert len(driver.plans) == 3, "of a request that goes on"
+    assert client.open(2, 2 * SPAN, "b").state == "refused"
+    assert driver.cancelled == []
+    driver.end_all()
+    driver.leave(client)
+
+
+def test_copies_are_spills_while_a_refused_request_waits_for_their_pages():
+    driver = Driver([sharded_group(4, 16)], Limits(batch_spans=1, plans_in_flight=1))
+    client = Client(driver, "p")
+    client.open(1, 3 * SPAN, "a")
+    client.commit(1, 3 * SPAN)
+    client.run()
+    assert driver.plans[1].purpose is Purpose.OFFLOAD
+    assert client.open(2, 2 * SPAN, "b").state == "refused"
+    driver.end(1)
+    assert driver.plans[2].purpose is Purpose.SPILL
+    driver.apply(Tick(), passes=2 * driver.limits.claim_hold_ns)
+    driver.end(2)
+    assert driver.plans[3].purpose is Purpose.OFFLOAD
+    driver.end_all()
+    assert driver.counters["offload"] == 3
     driver.leave(client)

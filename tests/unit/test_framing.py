@@ -283,3 +283,29 @@ def test_a_frame_that_was_read_before_the_close_was_sent(pair):
     a, b = pair
     with _ReadsAllAndCloses(a, b) as sender:
         send_frame(sender, b"whole")
+
+
+def test_frames_that_yield_let_others_pass_but_not_what_has_begun(pair):
+    a, b = pair
+    a.setblocking(False)
+    a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    writer, reader = FrameWriter(), FrameReader()
+    large = bytes(1 << 20)
+    fd = _memory(b"region")
+    writer.put(large, yields=True)
+    writer.flush(a)
+    assert writer, "a part of it is out"
+    writer.put(b"write-back 1", yields=True)
+    writer.put(b"onboard 1")
+    writer.put(b"write-back 2", [fd], yields=True)
+    writer.put(b"onboard 2", [fd])
+    os.close(fd)
+    found = []
+    while writer or len(found) < 5:
+        writer.flush(a)
+        found += reader.receive(b)
+    assert [frame.payload for frame in found] == [large, b"onboard 1", b"onboard 2", b"write-back 1", b"write-back 2"]
+    assert [_contents(frame) for frame in found] == [[], [], [b"region"], [], [b"region"]]
+    writer.put(b"never sent", yields=True)
+    writer.close()
+    assert not writer
