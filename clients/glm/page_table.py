@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,6 +43,11 @@ class PageTable:
     def capacity_tokens(self) -> int:
         """Positions that have a slot."""
         return len(self.uid) * self.page_rows
+
+    def runs(self) -> Iterator[tuple[int, int, TokenOrder]]:
+        """(first page ordinal, spans, their order), in order."""
+        for run in self._runs:
+            yield run.first_ordinal, run.spans, run.order
 
     def append(
         self,
