@@ -1,4 +1,4 @@
-"""Runs the benchmarks: `python -m tests.bench [--json FILE] [--gpu]`."""
+"""Runs the benchmarks: `python -m tests.bench [--json FILE] [--gpu] [SUITE ...]`; all suites without a name."""
 
 from __future__ import annotations
 
@@ -37,11 +37,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.bench", description=__doc__)
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"))
     parser.add_argument("--gpu", action="store_true", help="the figures that need a GPU instead")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help="only these, instead of all")
     options = parser.parse_args()
-    result = _on_gpu() if options.gpu else _measured(SUITES.values())
+    result = _on_gpu(options.suites) if options.gpu else _measured(_chosen(SUITES, options.suites))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _chosen(
+    suites: dict[str, Callable[[], Iterator[Figure]]], names: Iterable[str]
+) -> list[Callable[[], Iterator[Figure]]]:
+    names = list(names) or list(suites)
+    if unknown := sorted(set(names) - set(suites)):
+        sys.exit(f"no suite {', '.join(unknown)}; there are {', '.join(suites)}")
+    return [suites[name] for name in names]
 
 
 def _measured(suites: Iterable[Callable[[], Iterator[Figure]]]) -> list[dict[str, object]]:
@@ -53,12 +63,17 @@ def _measured(suites: Iterable[Callable[[], Iterator[Figure]]]) -> list[dict[str
     return figures
 
 
-def _on_gpu() -> dict[str, object]:
+def _on_gpu(names: Iterable[str]) -> dict[str, object]:
     """Imported late: the other figures need no torch. The machine is part of the result."""
-    from tests.bench import gpu_copies, gpu_figures
+    from tests.bench import gpu_copies, gpu_figures, gpu_hisparse
 
-    suites = [gpu_copies.figures, gpu_copies.beside_a_loop, gpu_figures.figures]
-    return {"machine": gpu_figures.machine(), "figures": _measured(suites)}
+    suites = {
+        "copies": gpu_copies.figures,
+        "loop": gpu_copies.beside_a_loop,
+        "codec": gpu_figures.figures,
+        "hisparse": gpu_hisparse.figures,
+    }
+    return {"machine": gpu_figures.machine(), "figures": _measured(_chosen(suites, names))}
 
 
 if __name__ == "__main__":
