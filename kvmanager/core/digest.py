@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import marshal
 from collections import deque
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,79 +18,106 @@ from kvmanager.core.state import State
 
 _LEFT_OUT = frozenset({"now", "effects", "reclaimers"})
 """Of `State`: the clock, which every event sets before it is read; what is handed out; what follows from the rest."""
-_SCALARS = (int, float, bool, str, type(None))
+_SCALARS = (int, float, bool, str, bytes, type(None))
+_MARSHAL = 2
+"""The last format that writes a value alike however many hold it."""
 
 
 def state_digest(state: State) -> str:
     """Hex digest of everything that later events can tell apart, the order of dictionaries included."""
     walk = _Walk()
     walk.attributes(state, {name: value for name, value in vars(state).items() if name not in _LEFT_OUT})
-    return walk.hash.hexdigest()
-
-
-def _never_changes(value: Any) -> bool:
-    """Whether nobody can tell it from an equal one."""
-    if isinstance(value, (tuple, frozenset)):
-        return True
-    parameters = getattr(type(value), "__dataclass_params__", None)
-    return parameters is not None and bool(parameters.frozen)
+    return hashlib.blake2b(marshal.dumps(walk.parts, _MARSHAL), digest_size=16).hexdigest()
 
 
 class _Walk:
-    """Feeds values to a hash; something mutable that was met before is named by its number."""
+    """Lists what values are made of, as `parts`: plain ones as they are, tuples say what the next ones belong to.
+
+    Something mutable that was met before is named by its number.
+    """
 
     def __init__(self) -> None:
-        self.hash = hashlib.blake2b(digest_size=16)
+        self.parts: list[Any] = []
         self._met: dict[int, int] = {}
 
     def value(self, value: Any) -> None:
         """Any value that the state holds."""
-        if isinstance(value, (bytes, bytearray)):
-            self._put("bytes", bytes(value))
-        elif isinstance(value, np.ndarray):
-            self._put(f"array {value.dtype.str} {value.shape}", np.ascontiguousarray(value).tobytes())
-        elif isinstance(value, Enum):
-            self._put("enum", str(value).encode())
-        elif isinstance(value, (*_SCALARS, np.generic)):
-            self._put(type(value).__name__, repr(value).encode())
-        elif isinstance(value, FunctionType):
-            self._put("function", value.__qualname__.encode())
-        else:
-            self._composite(value)
-
-    def _put(self, kind: str, content: bytes) -> None:
-        self.hash.update(f"{kind}:{len(content)}:".encode())
-        self.hash.update(content)
-
-    def _composite(self, value: Any) -> None:
-        if not _never_changes(value):
-            number = self._met.setdefault(id(value), len(self._met))
-            if number != len(self._met) - 1:
-                self._put("met", b"%d" % number)
+        kind = type(value)
+        if kind in _SCALARS:
+            self.parts.append(value)
+            return
+        write, shared = _way(kind)  # type: ignore[arg-type]
+        if shared:
+            number = self._met.get(id(value))
+            if number is not None:
+                self.parts.append(("met", number))
                 return
-        name = type(value).__name__
-        if isinstance(value, dict):
-            self._put(name, b"%d" % len(value))
-            for key, item in value.items():
-                self.value(key)
-                self.value(item)
-        elif isinstance(value, (list, tuple, deque)):
-            self._put(name, b"%d" % len(value))
-            for item in value:
-                self.value(item)
-        elif isinstance(value, (set, frozenset)):
-            self._put(name, repr(sorted(value)).encode())
-        elif is_dataclass(value):
-            compared = [field.name for field in fields(value) if field.compare]  # others follow from these
-            self.attributes(value, {name: getattr(value, name) for name in compared})
-        elif isinstance(value, Exception):
-            self.attributes(value, {"args": value.args, **vars(value)})
-        else:
-            self.attributes(value, vars(value))
+            self._met[id(value)] = len(self._met)
+        write(self, value)
 
     def attributes(self, value: Any, named: dict[str, Any]) -> None:
         """An object by its class and attributes."""
-        self._put("object", type(value).__qualname__.encode())
+        self.parts.append((type(value).__qualname__, len(named)))
         for name in sorted(named):
-            self._put("name", name.encode())
+            self.parts.append(name)
             self.value(named[name])
+
+
+def _plain(content: Callable[[Any], Any]) -> Callable[[_Walk, Any], None]:
+    """Writes what holds no other values as its type and content."""
+    return lambda walk, value: walk.parts.append((type(value).__name__, content(value)))
+
+
+_PLAIN: Final[dict[type, Callable[[_Walk, Any], None]]] = {
+    bytearray: _plain(bytes),
+    np.ndarray: _plain(lambda array: (array.dtype.str, array.shape, array.tobytes())),
+    np.generic: _plain(lambda number: number.item()),
+    Enum: _plain(str),
+    FunctionType: _plain(lambda function: function.__qualname__),
+}
+_set = _plain(lambda values: repr(sorted(values)))
+
+
+@cache
+def _way(kind: type) -> tuple[Callable[[_Walk, Any], None], bool]:
+    """How values of a type are written, and whether one can be told from an equal one: it may change."""
+    plain = next((write for known, write in _PLAIN.items() if issubclass(kind, known)), None)
+    if plain is not None:
+        return plain, False
+    if issubclass(kind, dict):
+        return _dict, True
+    if issubclass(kind, (list, tuple, deque)):
+        return _sequence, not issubclass(kind, tuple)
+    if issubclass(kind, (set, frozenset)):
+        return _set, not issubclass(kind, frozenset)
+    if is_dataclass(kind):
+        frozen: bool = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        return _dataclass(kind), not frozen
+    if issubclass(kind, Exception):
+        return (lambda walk, value: walk.attributes(value, {"args": value.args, **vars(value)})), True
+    return (lambda walk, value: walk.attributes(value, vars(value))), True
+
+
+def _dict(walk: _Walk, value: Any) -> None:
+    walk.parts.append((type(value).__name__, len(value)))
+    for key, item in value.items():
+        walk.value(key)
+        walk.value(item)
+
+
+def _sequence(walk: _Walk, value: Any) -> None:
+    walk.parts.append((type(value).__name__, len(value)))
+    for item in value:
+        walk.value(item)
+
+
+def _dataclass(kind: type) -> Callable[[_Walk, Any], None]:
+    """Writes the fields that are compared: others follow from these."""
+    name, compared = kind.__qualname__, sorted(field.name for field in fields(kind) if field.compare)
+
+    def write(walk: _Walk, value: Any) -> None:
+        walk.parts.append((name,))
+        for field in compared:
+            walk.value(getattr(value, field))
+
+    return write

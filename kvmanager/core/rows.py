@@ -10,9 +10,26 @@ import numpy.typing as npt
 
 from kvmanager.allocators.fixed import as_range
 
-__all__ = ["RowArray", "RowList", "RowQueue", "as_range", "no_rows"]
+__all__ = ["BoolArray", "RowArray", "RowList", "RowQueue", "as_range", "every", "no_rows", "places", "some"]
 
 RowArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+def every(holds: BoolArray) -> bool:
+    """As `holds.all()`, without numpy's set-up of a reduction: several times faster on few entries."""
+    return b"\0" not in holds.tobytes()
+
+
+def some(holds: BoolArray) -> bool:
+    """As `holds.any()`, likewise."""
+    return b"\1" in holds.tobytes()
+
+
+def places(holds: BoolArray) -> RowArray:
+    """Where a vector is true, ascending, int64; as `np.flatnonzero`, likewise."""
+    return holds.nonzero()[0]
+
 
 def no_rows() -> RowArray:
     """An empty array."""

@@ -31,6 +31,13 @@ class SpanKeys:
     def __getitem__(self, row: int) -> bytes:
         return self._text[row, : self._lengths[row]].tobytes()
 
+    def texts(self, rows: RowArray) -> list[bytes]:
+        """`self[row]` of many rows."""
+        width = self._text.shape[1]
+        text = self._text[rows].tobytes()
+        ends = self._lengths[rows].tolist()
+        return [text[place * width : place * width + length] for place, length in enumerate(ends)]
+
     def __setitem__(self, row: int, text: bytes) -> None:
         self._widen(len(text))
         self._text[row, : len(text)] = np.frombuffer(text, np.uint8) if text else 0

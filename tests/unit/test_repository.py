@@ -20,7 +20,7 @@ DAEMON_FREE = (*BASE, "exitcodes", "wire", "framing", "runtime_dir", "killpoints
 """Modules at the top of the package that are not daemon files."""
 HARMLESS_FOR_CORE = {
     "abc", "array", "bisect", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "hashlib",
-    "heapq", "itertools", "json", "math", "operator", "re", "struct", "types", "typing",
+    "heapq", "itertools", "json", "marshal", "math", "operator", "re", "struct", "types", "typing",
 }  # fmt: skip
 """Standard library without I/O, threads, clock or randomness."""
 

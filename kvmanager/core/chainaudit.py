@@ -1,0 +1,152 @@
+"""Invariants of one chain's spans and of the index over them, all spans and all runs at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmanager.core.group import Chain
+from kvmanager.core.pool import PageState
+from kvmanager.core.rows import BoolArray, RowArray, every, no_rows
+from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, NO_PAGE, NO_SPAN, READY
+from kvmanager.core.spec import Placement
+from kvmanager.errors import InvariantViolation
+
+_PAGE_READY = int(PageState.READY)
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class ChainAudit:
+    """Looks at one chain as it is now. `rows`: its live spans, ascending. `where`: its name in a story."""
+
+    def __init__(self, chain: Chain, where: str) -> None:
+        self._chain, self._table, self._where = chain, chain.table, where
+        self.rows = chain.table.rows()
+        self._pages = self._table.pages[:, :, self.rows]
+        self._copies = self._table.copies[:, :, self.rows]
+
+    def _each(self, holds: BoolArray, what: str) -> None:
+        """`holds`: one entry a live span."""
+        if not every(holds):
+            raise InvariantViolation(f"{self._where} span {int(self.rows[np.argmin(holds)])}: {what}")
+
+    def _check(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise InvariantViolation(f"{self._where}: {what}")
+
+    def _tiers(self) -> list[tuple[int, int]]:
+        """(class, tier) pairs that may hold pages."""
+        classes = range(self._table.classes)
+        return [(c, tier) for c in classes for tier in ((DEVICE, HOST) if self._chain.has_host(c) else (DEVICE,))]
+
+    def owned(self) -> list[tuple[int, int, Int64Array]]:
+        """(class, tier, pages) of all copies."""
+        held = self._pages != NO_PAGE
+        return [(c, tier, self._pages[c, tier][held[c, tier]]) for c, tier in self._tiers()]
+
+    def spans(self) -> None:
+        """Each span's keys, pages and uids are those that it should have."""
+        table, rows, chain = self._table, self.rows, self._chain
+        valid, segments = table.valid[rows], table.segments[rows]
+        self._each((valid >= 0) & (valid <= segments), "more segments valid than it has")
+        keys_bytes = valid.astype(np.int64) * chain.index.key_bytes
+        self._each(table.keys.lengths(rows) == keys_bytes, "keys do not cover its segments")
+        self._each((table.pins[rows] >= 0) & (table.busy[rows] >= 0), "negative pins or plans")
+        uids = np.sort(table.uids[rows], axis=None)
+        self._check(len(uids) == 0 or int(uids[-1]) < table.next_uid, "a uid that is still to be given")
+        self._check(every(uids[1:] != uids[:-1]), "a uid was given twice")
+        widths = segments // chain.spec.ranks if chain.spec.placement is Placement.SHARDED else segments
+        held = (self._pages != NO_PAGE).sum(axis=3)
+        as_said = held == np.where(self._copies != ABSENT, widths, 0)
+        if not every(as_said):
+            self._each(as_said.all(axis=(0, 1)), "a copy has other than its number of pages")
+        for c, tier in self._tiers():
+            name = chain.spec.classes[c].name
+            ready = self._pages[c, tier][self._copies[c, tier] == READY]
+            states = chain.pool(c, tier).spaces[name].state[ready[ready != NO_PAGE]]
+            self._check(every(states == _PAGE_READY), f"{name}: a ready copy on pages that are not ready")
+
+    def copies(self) -> None:
+        """What overlays say of copies is true of them."""
+        redundant, busy = self._table.redundant[self.rows], self._table.busy[self.rows] > 0
+        for device, host in self._copies:
+            complete = (device == READY) & (host == READY)
+            self._each(complete | ~redundant, "redundant, but not complete in both tiers")
+            self._each((host != FILLING) | busy, "its host copy is being filled by nobody")
+
+    def index(self) -> None:
+        """What can be found is somewhere, below what can be found, and in one run."""
+        table, rows = self._table, self.rows
+        published = table.published[rows]
+        held = (table.pins[rows] > 0) | (table.busy[rows] > 0)
+        self._each(published | held, "neither findable nor held")
+        for device, host in self._copies:
+            somewhere = (device != ABSENT) | (host != ABSENT)
+            self._each(somewhere | ~published, "findable, but some class of it is nowhere")
+        self._each(~published | (table.valid[rows] > 0), "findable, but nothing of it is valid")
+        found = rows[published]
+        parents = table.parent[found]
+        below, above = found[parents != NO_SPAN], parents[parents != NO_SPAN]
+        self._check(every(table.published[above]), "a span's parent can't be found")
+        self._check(every(table.valid[above] == table.segments[above]), "a span stands below one that is not full")
+        self._check(every(table.last_used[above] >= table.last_used[below]), "used later than its parent")
+        counted = np.bincount(above, minlength=len(table.live))
+        self._each(counted[rows] == table.children[rows], "children differ from what parents say")
+        self._check(self._runs().tobytes() == found.tobytes(), "runs hold other spans than the published ones")
+        self._no_twins(found)
+        sizes = Counter(table.segments[found].tolist())
+        self._check(self._chain.index.sizes == sizes, "sizes differ from the spans'")
+
+    def _runs(self) -> RowArray:
+        """Every run is a path of alike spans, where it says, and under its first key. The rows of all, ascending."""
+        table, runs = self._table, self._chain.index.runs
+        if not runs:
+            self._check(not self._chain.index.heads, "heads name runs that are not there")
+            return no_rows()
+        numbers = np.fromiter(runs, np.int64, len(runs))
+        said = [(run.namespace, run.segments, run.at, run.parent, run.spans) for run in runs.values()]
+        namespace, segments, at, parent, spans = np.array(said, np.int64).T
+        which = np.repeat(np.arange(len(runs)), spans)
+
+        def each(holds: BoolArray, what: str, of: Int64Array | slice = which) -> None:
+            if not every(holds):
+                raise InvariantViolation(f"{self._where} run {int(numbers[of][np.argmin(holds)])} {what}")
+
+        each(spans > 0, "is empty", slice(None))
+        rows = np.concatenate([run.rows[: run.spans] for run in runs.values()])
+        first = np.cumsum(spans) - spans
+        place = np.arange(len(rows)) - first[which]
+        each(table.run[rows] == numbers[which], "holds spans of another")
+        each(table.place[rows] == place, "has spans in other places")
+        before = np.concatenate(([NO_SPAN], rows[:-1]))
+        before[first] = parent
+        each(table.parent[rows] == before, "is no path below the span that it says")
+        alike = (table.segments[rows] == segments[which]) & (table.namespace[rows] == namespace[which])
+        each(alike, "mixes sizes or namespaces")
+        each((spans[which] == 1) | (table.valid[rows] == segments[which]), "has spans that are not full")
+        ends = np.full(len(table.live) + 1, -1, np.int64)
+        ends[rows] = at[which] + (place + 1) * segments[which]
+        ends[NO_SPAN] = 0  # the last entry
+        each(ends[parent] == at, "starts where the span before it does not end", slice(None))
+        self._heads(numbers, namespace, rows[first])
+        return np.sort(rows)
+
+    def _heads(self, numbers: Int64Array, namespace: Int64Array, firsts: RowArray) -> None:
+        """Every run is under the first key of its first span, and nothing else is there."""
+        width, heads = self._chain.index.key_bytes, self._chain.index.heads
+        names = zip(numbers.tolist(), namespace.tolist(), self._table.keys.texts(firsts), strict=True)
+        for number, space, text in names:
+            if heads.get((space, text[:width]), []).count(number) != 1:
+                raise InvariantViolation(f"{self._where} run {number} is not under its first key")
+        self._check(sum(map(len, heads.values())) == len(numbers), "heads name runs that are not there")
+
+    def _no_twins(self, found: RowArray) -> None:
+        """No two full spans below one parent have the same keys."""
+        table = self._table
+        full = found[table.valid[found] == table.segments[found]]
+        about = (column[full].tolist() for column in (table.parent, table.namespace, table.segments))
+        distinct = set(zip(*about, table.keys.texts(full), strict=True))
+        self._check(len(distinct) == len(full), "equal spans stand below one parent")
