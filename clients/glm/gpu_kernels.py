@@ -22,11 +22,26 @@ def cupy() -> Any:
         raise DeviceError(f"no cupy ({error}); install kvmanager[gpu]") from error
 
 
+class _TorchStream:
+    """Torch's current stream, by the protocol that cupy takes streams of others by."""
+
+    def __init__(self) -> None:
+        self._handle = int(torch.cuda.current_stream().cuda_stream)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self._handle)
+
+
 @functools.cache
 def compiled(file: str, constants: tuple[tuple[str, int], ...] = ()) -> Any:
     """`kernels/<file>` as a cupy module, with these macros. Raises DeviceError, cupy's error for a bad source."""
     options = tuple(f"-D{name}={value}" for name, value in constants)
     return cupy().RawModule(code=(_FOLDER / file).read_text(encoding="utf-8"), options=options)
+
+
+def most_shared_bytes(device: int = 0) -> int:
+    """Shared memory that one block may have on this GPU, static and dynamic."""
+    return int(cupy().cuda.runtime.getDeviceProperties(device)["sharedMemPerBlockOptin"])
 
 
 def launch(kernel: Any, blocks: int, threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0) -> None:
@@ -35,5 +50,5 @@ def launch(kernel: Any, blocks: int, threads: int, arguments: tuple[Any, ...], s
     Tensors are passed by their address, numbers as numpy scalars of the parameter's width.
     """
     plain = tuple(part.data_ptr() if isinstance(part, torch.Tensor) else part for part in arguments)
-    with cupy().cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+    with cupy().cuda.Stream.from_external(_TorchStream()):
         kernel((blocks,), (threads,), plain, shared_mem=shared_bytes)

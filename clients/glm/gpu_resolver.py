@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvmanager.clients.glm.gpu_kernels import compiled, cupy, launch
+from kvmanager.clients.glm.gpu_kernels import compiled, launch, most_shared_bytes
 from kvmanager.clients.glm.sparse_tables import PAGE_ROW, SPAN_ROW, GroupPlace, SparseShape, Structured
 from kvmanager.errors import InvalidArgument
 from kvmanager.geometry import Int64Array
@@ -100,7 +100,7 @@ class GpuResolver:
         answer = torch.zeros(1, dtype=torch.int32, device=self.keys.device)
         launch(module.get_function("shared_bytes"), 1, 1, (answer,))  # type: ignore[attr-defined]
         size = int(answer.item())
-        limit = cupy().cuda.runtime.getDeviceProperties(self.keys.device.index or 0)["sharedMemPerBlockOptin"]
+        limit = most_shared_bytes(self.keys.device.index or 0)
         if size > limit:
             raise InvalidArgument(
                 f"{self.shape.hot_rows} hot rows and {self.shape.entries} entries need {size} bytes of shared memory; "

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from kvmanager.clients.glm.gpu_kernels import compiled, launch
+from kvmanager.clients.glm.gpu_kernels import compiled, launch, most_shared_bytes
 from kvmanager.clients.glm.gpu_resolver import Resolution
 from kvmanager.errors import InvalidArgument
 
@@ -64,7 +64,9 @@ class SwapIn:
         names = {Gather.LINES: "gather_warp", Gather.WARPS: "gather_warp", Gather.ROWS: "gather_row"}
         self._kernel = module.get_function(names.get(how.gather, "gather_bulk"))
         self._blocks = how.blocks_per_sm * torch.cuda.get_device_properties(0).multi_processor_count
-        self._shared_limit = 0
+        if how.gather is Gather.BULK:
+            # All that there is: the limit belongs to the kernel, and others may launch it with more bytes than we.
+            self._kernel.max_dynamic_shared_size_bytes = most_shared_bytes() - self._kernel.shared_size_bytes
 
     def copy(self, plan: Resolution, row: RowPieces) -> None:
         """Queues the copies that `plan` lists. All offsets and lengths are multiples of 16 bytes."""
@@ -87,11 +89,7 @@ class SwapIn:
         return {Gather.LINES: LINE_BYTES, Gather.BULK: BULK_LANES}.get(self._how.gather, 16)
 
     def _shared_bytes(self, row: RowPieces) -> int:
-        """Buffers of the bulk engine: one a lane. The limit is raised before the first launch that needs it."""
+        """Buffers of the bulk engine: one a lane."""
         if self._how.gather is not Gather.BULK:
             return 0
-        size = self._how.warps * BULK_LANES * -(-row.piece_bytes // LINE_BYTES) * LINE_BYTES
-        if size > self._shared_limit:
-            self._kernel.max_dynamic_shared_size_bytes = size
-            self._shared_limit = size
-        return size
+        return self._how.warps * BULK_LANES * -(-row.piece_bytes // LINE_BYTES) * LINE_BYTES

@@ -108,7 +108,7 @@ extern "C" __global__ void gather_warp(const char* host, char* device, ROWS_PARA
 }
 
 // A warp a row, over all its pieces: what a layer-outermost pool gains from one launch for all layers of a group.
-extern "C" __global__ void gather_row(const char* host, char* device, ROWS_PARAMETERS, int) {
+extern "C" __global__ void gather_row(const char* host, char* device, ROWS_PARAMETERS, int ignored) {
     const Rows rows = ROWS_ARGUMENT;
     __shared__ int ends[MOST_REQUESTS];
     const int total = sum_counts(rows, ends);
