@@ -137,6 +137,18 @@ class OffloadSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChecksumsSection:
+    """`[checksums]`: which host copies are summed up page by page, and how many are read again after a warm restart.
+
+    cover: "off", "all", or "1/n", one span in n. restart_spans: host copies of spans; none new after restart_ms.
+    """
+
+    cover: int = 1
+    restart_spans: int = 256
+    restart_ms: int = 5_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSection:
     """`[[group]]`: one memory group: shards of a DCP engine, equal copies on all its ranks, or a HiSparse decode rank.
 
@@ -221,6 +233,7 @@ class NodeConfig:
     admission: AdmissionSection
     eviction: EvictionSection
     offload: OffloadSection
+    checksums: ChecksumsSection
     groups: tuple[GroupSection, ...]
     tenants: tuple[TenantSection, ...] = ()
 
@@ -299,6 +312,7 @@ _TABLES: Final[Mapping[str, type[Any]]] = {
     "admission": AdmissionSection,
     "eviction": EvictionSection,
     "offload": OffloadSection,
+    "checksums": ChecksumsSection,
 }
 _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
     NodeSection: {
@@ -331,6 +345,11 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "batch_spans": parse.count(1),
         "inclusion": parse.choice(*Inclusion),
         "tries": parse.count(1),
+    },
+    ChecksumsSection: {
+        "cover": parse.one_in,
+        "restart_spans": parse.count(0),
+        "restart_ms": parse.between(0, HOUR_MS),
     },
     TenantSection: {
         "name": parse.text,

@@ -84,6 +84,16 @@ def switch(value: object) -> bool:
     return value
 
 
+def one_in(value: object) -> int:
+    """How many of which there is one: "off" 0, "all" 1, "1/16" 16."""
+    if value in ("off", "all"):
+        return int(value == "all")
+    first, _, many = value.partition("/") if isinstance(value, str) else ("", "", "")
+    if first != "1" or not many.isascii() or not many.isdigit() or int(many) < 1:
+        raise ValueError(f'{value!r} is not "off", "all" or a share as "1/16"')
+    return int(many)
+
+
 def choice(*names: str) -> Parser:
     """A parser of one of some names."""
     def parse(value: object) -> str:

@@ -36,6 +36,7 @@ from kvmanager.config import NodeConfig
 from kvmanager.core.events import (
     AbandonTicket,
     CancelPlan,
+    CheckCopies,
     Drain,
     Effect,
     FenceEngine,
@@ -66,7 +67,7 @@ from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.runtime_dir import GRPC_SOCKET, make_private_dir
 from kvmanager.sessions import SessionHub
 from kvmanager.takeover import ClientLives, Leftovers, NodeParts
-from kvmanager.units import format_bytes
+from kvmanager.units import MILLISECOND_NS, format_bytes
 from kvmanager.wire import MESSAGE_MAX_BYTES
 from kvmanager.worker_service import WorkerService
 
@@ -257,6 +258,9 @@ class Daemon:
         self._beginning.finish()
         self._state = SERVING
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        if self._beginning.warm:
+            checks = self._config.checksums
+            self._loop.post(CheckCopies(checks.restart_spans, checks.restart_ms * MILLISECOND_NS))
         _log.info("node %s serves %s", self._config.node.name, self._config.node.runtime_dir)
 
     @property

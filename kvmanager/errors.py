@@ -7,7 +7,7 @@
       CapacityError    no room now; a retry may succeed
         PoolExhausted, QuotaExceeded, QueueFull
       TransferError    bytes did not arrive
-        PeerUnreachable, TransferFailed, TransferTimeout
+        PeerUnreachable, TransferFailed, TransferTimeout, ChecksumMismatch
       DaemonError      the node can't serve now
         Draining, NotReady, Suspect, DeviceError
       ConfigError      the configuration can't be used; raised before anything is made
@@ -162,6 +162,12 @@ class TransferTimeout(TransferError):
     """Our own deadline passed; the pages stay quarantined until the copy is known to have ended."""
 
     reason = "TRANSFER_TIMEOUT"
+
+
+class ChecksumMismatch(TransferError):
+    """Bytes are not those that were written. The copy is out of use for good; what it held is a miss."""
+
+    reason = "CHECKSUM_MISMATCH"
 
 
 class DaemonError(KVError):

@@ -277,6 +277,7 @@ def _completion_to_proto(completion: Completion) -> pb.Completion:
         moved_bytes=completion.moved_bytes,
         busy_ns=completion.busy_ns,
         error=None if completion.error is None else error_to_proto(completion.error),
+        sums=b"" if completion.sums is None else pack_u64(completion.sums.reshape(-1)),
     )
 
 

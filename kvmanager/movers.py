@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from kvmanager.core.checksums import SumArray
 from kvmanager.core.events import CopyOutcome, Event, MoverGone, MoverJoined, PlanEnded, Recovered
 from kvmanager.core.node import Node
 from kvmanager.core.plans import CopyPlan, Urgency
@@ -234,17 +235,20 @@ class Mover:
             reach("daemon.completion.received")
             completion = event.completion
             error = error_from_proto(completion.error) if completion.HasField("error") else None
-            self._ended(completion.plan_id, _OUTCOMES[completion.outcome], error)
+            sums = unpack_u64(completion.sums, "Completion.sums").copy() if completion.sums else None
+            self._ended(completion.plan_id, _OUTCOMES[completion.outcome], error, sums)
         elif what == "outstanding":
             self._reconcile(set(unpack_u64(event.outstanding.plan_ids, "outstanding.plan_ids").tolist()))
         elif what == "agent_started":
             self._agent_started(event)
 
-    def _ended(self, work_id: int, outcome: CopyOutcome, error: KVError | None) -> None:
+    def _ended(
+        self, work_id: int, outcome: CopyOutcome, error: KVError | None, sums: SumArray | None = None
+    ) -> None:
         with self._lock:
             self._outstanding.discard(work_id)
         if not self._pulls.pull_ended(work_id, outcome, error):
-            self._post(PlanEnded(work_id, outcome, error))
+            self._post(PlanEnded(work_id, outcome, error, sums))
 
     def _reconcile(self, carried: set[int]) -> None:
         """After a reconnect, before anything is sent: what this process neither ended nor carries never reached it.

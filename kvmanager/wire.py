@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmanager import errors
+from kvmanager.core.checksums import PageSections
 from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.errors import InvalidArgument, KVError, LayoutMismatch
 from kvmanager.layout import Component, KVLayout, Section
@@ -121,7 +122,36 @@ def plan_to_proto(plan: CopyPlan) -> pb.Plan:
         )
         for c in plan.copies
     ]
-    return pb.Plan(plan_id=plan.plan_id, purpose=plan.purpose.value, copies=copies)
+    sums = None if plan.sums is None else sections_to_proto(plan.sums)
+    return pb.Plan(plan_id=plan.plan_id, purpose=plan.purpose.value, copies=copies, sums=sums)
+
+
+def sections_to_proto(pages: PageSections) -> pb.PageSections:
+    """Sections to be summed up, as a message."""
+    return pb.PageSections(
+        regions=pack_u32(pages.regions),
+        offsets=pack_u64(pages.offsets),
+        starts=pack_u64([start for start, _ in pages.sections]),
+        sizes=pack_u64([size for _, size in pages.sections]),
+    )
+
+
+def sections_from_proto(message: pb.PageSections) -> PageSections:
+    """Sections of a message. Raises InvalidArgument for arrays of unequal length, or values beyond 63 bits."""
+    regions = unpack_u32(message.regions, "PageSections.regions")
+    numbers = [
+        unpack_u64(data, f"PageSections.{name}")
+        for name, data in (("offsets", message.offsets), ("starts", message.starts), ("sizes", message.sizes))
+    ]
+    offsets, starts, sizes = numbers
+    if len(regions) != len(offsets) or len(starts) != len(sizes):
+        raise InvalidArgument(
+            f"PageSections: {len(regions)} regions for {len(offsets)} pages, {len(starts)} starts, {len(sizes)} sizes"
+        )
+    if any(int(values.max(initial=0)) >> 62 for values in numbers) or int(regions.max(initial=0)) >> 31:
+        raise InvalidArgument("PageSections: a value beyond any region")
+    sections = tuple(zip(starts.tolist(), sizes.tolist(), strict=True))
+    return PageSections(regions.astype(np.int32), offsets.astype(np.int64), sections)
 
 
 def plan_from_proto(message: pb.Plan) -> CopyPlan:
@@ -131,7 +161,8 @@ def plan_from_proto(message: pb.Plan) -> CopyPlan:
     except ValueError:
         known = ", ".join(p.value for p in Purpose)
         raise InvalidArgument(f"Plan.purpose {message.purpose!r} is none of {known}") from None
-    return CopyPlan(message.plan_id, purpose, tuple(map(_copies_from_proto, message.copies)))
+    sums = sections_from_proto(message.sums) if message.HasField("sums") else None
+    return CopyPlan(message.plan_id, purpose, tuple(map(_copies_from_proto, message.copies)), sums)
 
 
 def _copies_from_proto(message: pb.Strided) -> StridedCopies:
@@ -298,6 +329,7 @@ _CLASSES: Final[dict[str, type[KVError]]] = {
         errors.PeerUnreachable,
         errors.TransferFailed,
         errors.TransferTimeout,
+        errors.ChecksumMismatch,
         errors.Draining,
         errors.NotReady,
         errors.Suspect,
@@ -326,6 +358,7 @@ _STATUS: Final = {
     "PEER_UNREACHABLE": "UNAVAILABLE",
     "TRANSFER_FAILED": "ABORTED",
     "TRANSFER_TIMEOUT": "DEADLINE_EXCEEDED",
+    "CHECKSUM_MISMATCH": "DATA_LOSS",
     "NOT_IMPLEMENTED": "UNIMPLEMENTED",
 }
 

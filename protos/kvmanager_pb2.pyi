@@ -82,6 +82,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """our deadline passed; pages are quarantined"""
     NOT_IMPLEMENTED: _ErrorReason.ValueType  # 20
     """in the contract, not yet served by this version"""
+    CHECKSUM_MISMATCH: _ErrorReason.ValueType  # 21
+    """bytes are not those that were written; what they were of is a miss now"""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """========================================================================================= errors
@@ -131,6 +133,8 @@ TRANSFER_TIMEOUT: ErrorReason.ValueType  # 19
 """our deadline passed; pages are quarantined"""
 NOT_IMPLEMENTED: ErrorReason.ValueType  # 20
 """in the contract, not yet served by this version"""
+CHECKSUM_MISMATCH: ErrorReason.ValueType  # 21
+"""bytes are not those that were written; what they were of is a miss now"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 class _CloseReason:
@@ -2096,13 +2100,18 @@ class Plan(_message.Message):
     PLAN_ID_FIELD_NUMBER: _builtins.int
     PURPOSE_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """id, never used twice"""
     purpose: _builtins.str
-    """"offload", "onboard", "spill", "mirror", "copy_on_write", "place" """
+    """"offload", "onboard", "spill", "mirror", "copy_on_write", "place", "check" """
     @_builtins.property
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___Strided]:
         """in any order: no two of them touch the same target byte"""
+
+    @_builtins.property
+    def sums(self) -> Global___PageSections:
+        """what is summed up when all bytes have moved; unset: nothing"""
 
     def __init__(
         self,
@@ -2110,14 +2119,49 @@ class Plan(_message.Message):
         plan_id: _builtins.int = ...,
         purpose: _builtins.str = ...,
         copies: _abc.Iterable[Global___Strided] | None = ...,
+        sums: Global___PageSections | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sums", b"sums"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "plan_id", b"plan_id", "purpose", b"purpose"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "plan_id", b"plan_id", "purpose", b"purpose", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class PageSections(_message.Message):
+    """Sections of pages whose bytes are summed up: all sections of each page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGIONS_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    regions: _builtins.bytes
+    """u32[pages]: id of the region of each page"""
+    offsets: _builtins.bytes
+    """u64[pages]: bytes from that region's start"""
+    starts: _builtins.bytes
+    """u64[sections]: bytes from a page's start"""
+    sizes: _builtins.bytes
+    """u64[sections]: bytes"""
+    def __init__(
+        self,
+        *,
+        regions: _builtins.bytes = ...,
+        offsets: _builtins.bytes = ...,
+        starts: _builtins.bytes = ...,
+        sizes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets", b"offsets", "regions", b"regions", "sizes", b"sizes", "starts", b"starts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageSections: _TypeAlias = PageSections  # noqa: Y015
 
 @_typing.final
 class PullChunk(_message.Message):
@@ -2553,6 +2597,7 @@ class Completion(_message.Message):
     MOVED_BYTES_FIELD_NUMBER: _builtins.int
     BUSY_NS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """plan or pull id"""
     outcome: Global___Completion.Outcome.ValueType
@@ -2561,6 +2606,8 @@ class Completion(_message.Message):
     """bytes copied, or read from the peer"""
     busy_ns: _builtins.int
     """nanoseconds spent copying, or reading and placing"""
+    sums: _builtins.bytes
+    """u64[words]: two for each section of each page, when a DONE plan asked for them"""
     @_builtins.property
     def error(self) -> Global___Error:
         """set unless DONE"""
@@ -2573,10 +2620,11 @@ class Completion(_message.Message):
         moved_bytes: _builtins.int = ...,
         busy_ns: _builtins.int = ...,
         error: Global___Error | None = ...,
+        sums: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ns", b"busy_ns", "error", b"error", "moved_bytes", b"moved_bytes", "outcome", b"outcome", "plan_id", b"plan_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ns", b"busy_ns", "error", b"error", "moved_bytes", b"moved_bytes", "outcome", b"outcome", "plan_id", b"plan_id", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvmanager.core.checksums import SumArray
 from kvmanager.core.plans import CopyPlan
 from kvmanager.errors import Draining, InvalidArgument, KVError
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
@@ -19,6 +20,7 @@ class ActivePlan:
     moved_bytes: int = 0
     busy_ns: int = 0
     ended: tuple[Outcome, KVError | None] | None = None
+    sums: SumArray | None = None
 
 
 Active = TypeVar("Active", bound=ActivePlan)
@@ -52,7 +54,8 @@ class ActivePlans(Generic[Active]):
         assert active.ended is not None
         del self._active[active.plan.plan_id]
         outcome, error = active.ended
-        return Completion(active.plan.plan_id, outcome, active.moved_bytes, active.busy_ns, error)
+        sums = active.sums if outcome is Outcome.DONE else None
+        return Completion(active.plan.plan_id, outcome, active.moved_bytes, active.busy_ns, error, sums)
 
     def cancel(self, plan_id: int) -> None:
         """See `Executor.cancel`. A slice or read that has begun goes on to its end, or its deadline, first."""

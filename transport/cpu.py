@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
+from kvmanager.core.checksums import SUM_WORDS, PageSections
 from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.geometry import Int64Array
 from kvmanager.killpoints import reach
 from kvmanager.transport.active_plans import ActivePlan, ActivePlans
+from kvmanager.transport.checksums import sum_one
 from kvmanager.transport.executor import ByteArray, Completion, Outcome, RegionMap
 from kvmanager.transport.pacing import Pacer
 from kvmanager.transport.runs import slices
@@ -37,10 +39,11 @@ _LOOP_COPIES: Final = 4
 
 @dataclass(kw_only=True)
 class _Active(ActivePlan):
-    """`work`: what is left."""
+    """`work`: what is left. `summing`: sums up a page a step, after that, and says how many bytes that were."""
 
     work: Iterator[StridedCopies]
     total_bytes: int
+    summing: Iterator[int] = field(default_factory=lambda: iter(()))
 
 
 class CpuExecutor(ActivePlans[_Active]):
@@ -61,6 +64,8 @@ class CpuExecutor(ActivePlans[_Active]):
     def submit(self, plan: CopyPlan) -> None:
         """See `Executor.submit`. Bounds of the whole plan are checked before a byte moves."""
         active = _Active(plan=plan, work=_work(plan), total_bytes=plan.total_bytes)
+        if plan.sums is not None:
+            active.summing = self._summing(active, plan.sums)
         self._take(active)
         if active.ended is None:
             self._turns.put(plan.purpose, active)
@@ -73,6 +78,12 @@ class CpuExecutor(ActivePlans[_Active]):
         super().cancel(plan_id)
         if active is not None:
             self._over += [active] * self._turns.drop(lambda waiting: waiting is active)
+
+    def _summing(self, active: _Active, pages: PageSections) -> Iterator[int]:
+        active.sums = np.empty((len(pages), len(pages.sections) * SUM_WORDS), np.uint64)
+        for number in range(len(pages)):
+            active.sums[number] = sum_one(self._regions, pages, number)
+            yield pages.total_bytes // len(pages)
 
     def poll(self) -> list[Completion]:
         """See `Executor.poll`. Runs some `POLL_SLICES` slices in all, at most one a plan and turn."""
@@ -108,8 +119,11 @@ class CpuExecutor(ActivePlans[_Active]):
             if active.moved_bytes < active.total_bytes:
                 reach("mover.plan.half_copied")
             spent += max(piece.total_bytes / SLICE_BYTES, piece.runs / SLICE_RUNS, _LEAST_SLICE)
-        if active.moved_bytes == active.total_bytes:
-            active.ended = (Outcome.DONE, None)
+        while spent < 1 and active.moved_bytes == active.total_bytes and active.ended is None:
+            summed_bytes = next(active.summing, 0)
+            spent += summed_bytes / SLICE_BYTES
+            if summed_bytes == 0:
+                active.ended = (Outcome.DONE, None)
         active.busy_ns += self._clock_ns() - started
         self._pacer.spend(active.plan.purpose, active.moved_bytes - moved_before)
         return spent

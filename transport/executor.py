@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvmanager.core.checksums import PageSections, SumArray
 from kvmanager.core.plans import CopyPlan, StridedCopies
 from kvmanager.errors import InvalidArgument, KVError
 from kvmanager.transport.runs import bounds
@@ -34,13 +35,17 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The one terminal result of a plan. `moved_bytes` may be short unless DONE; `busy_ns`: time spent moving."""
+    """The one terminal result of a plan. `moved_bytes` may be short unless DONE; `busy_ns`: time spent moving.
+
+    `sums`: of a plan that is DONE and asked for them, uint64[pages, sections * SUM_WORDS].
+    """
 
     plan_id: int
     outcome: Outcome
     moved_bytes: int
     busy_ns: int
     error: KVError | None = None
+    sums: SumArray | None = None
 
 
 class Executor(Protocol):
@@ -152,6 +157,22 @@ class RegionMap:
             else:
                 raise InvalidArgument(f"{what}: source region {copies.source_region} is not the peer's")
             _check_copies(what, copies, source_size, self.size(copies.target_region))
+        if plan.sums is not None:
+            self._check_sums(f"plan {plan.plan_id}", plan.sums)
+
+    def _check_sums(self, what: str, pages: PageSections) -> None:
+        starts = [start for start, _ in pages.sections]
+        ends = [start + size for start, size in pages.sections]
+        if not starts or min(starts) < 0 or any(size <= 0 for _, size in pages.sections):
+            raise InvalidArgument(f"{what}: sections {pages.sections} of a page to be summed up")
+        for region_id in np.unique(pages.regions).tolist():
+            mine = pages.offsets[pages.regions == region_id]
+            low, high = int(mine.min()) + min(starts), int(mine.max()) + max(ends)
+            if low < 0 or high > self.size(region_id):
+                raise InvalidArgument(
+                    f"{what}: bytes [{low}, {high}) to be summed up leave region {region_id} of "
+                    f"{self.size(region_id)} bytes; nothing was copied"
+                )
 
 
 def _check_copies(what: str, c: StridedCopies, source_size: int, target_size: int) -> None:

@@ -15,8 +15,12 @@ import random
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import numpy as np
+
+from kvmanager.core.checksums import SumArray
 from kvmanager.core.plans import CopyPlan
 from kvmanager.errors import Draining, InvalidArgument, KVError, TransferFailed
+from kvmanager.transport.checksums import sum_pages
 from kvmanager.transport.cpu import copy_piece
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.turns import FAIR_TURNS
@@ -42,7 +46,8 @@ class FakeExecutor:
     """See the module. With `regions`, a plan that finishes really moves its bytes; without, none is touched.
 
     `delay_polls`: least and most polls before a plan ends by itself (0: in the next one).
-    `fail_share`, `lose_share`: probabilities of the other two ends.
+    `fail_share`, `lose_share`: probabilities of the other two ends. `corrupt_share`: of those that end DONE with one
+    bit of a target flipped before sums are made; their ids are in `corrupted`. Sums need `regions`.
     """
 
     def __init__(
@@ -53,12 +58,15 @@ class FakeExecutor:
         delay_polls: tuple[int, int] = (0, 3),
         fail_share: float = 0.0,
         lose_share: float = 0.0,
+        corrupt_share: float = 0.0,
     ) -> None:
         self._random = random.Random(seed)
         self._regions = regions
         self._delay_polls = delay_polls
         self._fail_share = fail_share
         self._lose_share = lose_share
+        self._corrupt_share = corrupt_share
+        self.corrupted: list[int] = []
         self._plans: dict[int, _Plan] = {}
         self._polls = 0
         self._first_state = _State.DRAWN
@@ -108,16 +116,29 @@ class FakeExecutor:
             self._move(entry)
 
     def _move(self, entry: _Plan) -> None:
+        sums = None
         if self._regions is not None:
             for copies in entry.plan.copies:
                 copy_piece(self._regions[copies.source_region], self._regions[copies.target_region], copies)
-        self._end(entry, Outcome.DONE, None)
+            if entry.plan.copies and self._random.random() < self._corrupt_share:
+                self._corrupt(entry.plan)
+            if entry.plan.sums is not None:
+                sums = sum_pages(self._regions, entry.plan.sums)
+        self._end(entry, Outcome.DONE, None, sums)
+
+    def _corrupt(self, plan: CopyPlan) -> None:
+        """Flips one bit of what was written."""
+        assert self._regions is not None
+        copies = self._random.choice(plan.copies)
+        at = int(self._random.choice(copies.target_offsets.tolist())) + self._random.randrange(copies.row_bytes)
+        self._regions[copies.target_region][at] ^= np.uint8(1 << self._random.randrange(8))
+        self.corrupted.append(plan.plan_id)
 
     @staticmethod
-    def _end(entry: _Plan, outcome: Outcome, error: KVError | None) -> None:
+    def _end(entry: _Plan, outcome: Outcome, error: KVError | None, sums: SumArray | None = None) -> None:
         moved = entry.plan.total_bytes if outcome is Outcome.DONE else 0
         entry.state = _State.ENDED
-        entry.completion = Completion(entry.plan.plan_id, outcome, moved, 0, error)
+        entry.completion = Completion(entry.plan.plan_id, outcome, moved, 0, error, sums)
 
     def wait_ns(self) -> int:
         """See `Executor.wait_ns`."""

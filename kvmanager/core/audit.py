@@ -93,7 +93,18 @@ def _owned_pages(
             states = group.pools[pool].spaces[page_class_name].state[pages]
             if (states != PageState.QUARANTINED).any():
                 raise InvariantViolation(f"{pool}: quarantined pages {pages} are in use")
+    _own_withheld(owners, group)
     return owners.by_pool
+
+
+def _own_withheld(owners: _Owners, group: Group) -> None:
+    """Pages that lost their content and were given back: in quarantine as long as the memory lives."""
+    for pool in group.pools.values():
+        for name, withheld in pool.withheld.items():
+            pages = np.fromiter(withheld, np.int64)
+            owners.add(pool.name, name, pages)
+            states = pool.spaces[name].state[pages]
+            _check(bool((states == PageState.QUARANTINED).all()), f"{pool.name}: withheld pages {pages} are in use")
 
 
 def _entries(state: State, group: Group) -> list[FenceEntry]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvmanager.core.admission import update_promises
+from kvmanager.core.checksums import SumArray
 from kvmanager.core.events import CopyOutcome
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.lifecycle import refuse_waiting, wake
@@ -12,16 +13,22 @@ from kvmanager.core.pool import PageState
 from kvmanager.core.request import Phase
 from kvmanager.core.settle import publish
 from kvmanager.core.spans import DEVICE, HOST, CopyState
-from kvmanager.core.state import CopyJob, PullJob, State, ended_well
-from kvmanager.errors import KVError, TransferFailed
+from kvmanager.core.state import CheckJob, CopyJob, PullJob, State, ended_well, mark_dirty
+from kvmanager.core.verification import check_ended, condemn, differing, keep, take_out
+from kvmanager.errors import ChecksumMismatch, KVError, TransferFailed
 from kvmanager.geometry import Int64Array
 
 
-def plan_ended(state: State, plan_id: int, outcome: CopyOutcome, error: KVError | None) -> None:
+def plan_ended(
+    state: State, plan_id: int, outcome: CopyOutcome, error: KVError | None, sums: SumArray | None = None
+) -> None:
     """Applies the end of a plan. Ids that are not known (an earlier boot, a second report) change nothing."""
     job = state.jobs.pop(plan_id, None)
     if job is None:
         return
+    if isinstance(job, CopyJob) and job.asked is not None and ended_well(outcome) and sums is None:
+        # A copy that can't be compared counts as one that did not arrive.
+        outcome, error = CopyOutcome.FAILED, TransferFailed(f"plan {plan_id} ended without the sums it was asked for")
     gave_way = isinstance(job, CopyJob) and job.gives_way and outcome is CopyOutcome.CANCELLED
     if gave_way:
         state.counters["writeback_cancelled"] += 1
@@ -31,10 +38,12 @@ def plan_ended(state: State, plan_id: int, outcome: CopyOutcome, error: KVError 
         state.pace.note("copy_ns", state.now - job.since)
     if isinstance(job, PullJob):
         _pull_ended(state, plan_id, job, outcome, error)
+    elif isinstance(job, CheckJob):
+        check_ended(state, job, sums if ended_well(outcome) else None)
     elif job.target_tier == HOST:
-        _writeback_ended(state, job, outcome)
+        _writeback_ended(state, job, outcome, sums)
     else:
-        _onboard_ended(state, plan_id, job, outcome, error)
+        _onboard_ended(state, plan_id, job, outcome, error, sums)
     state.groups[job.group].unblock()
 
 
@@ -47,7 +56,7 @@ def _lose_copy(state: State, group: Group, chain: Chain, key: tuple[int, int, in
         chain.free_copy(page_class, tier, row)
 
 
-def _writeback_ended(state: State, job: CopyJob, outcome: CopyOutcome) -> None:
+def _writeback_ended(state: State, job: CopyJob, outcome: CopyOutcome, sums: SumArray | None) -> None:
     group = state.groups[job.group]
     chain = group.chains[job.chain]
     index = np.asarray(job.rows, np.int64)
@@ -55,9 +64,11 @@ def _writeback_ended(state: State, job: CopyJob, outcome: CopyOutcome) -> None:
     if ended_well(outcome):
         chain.set_states(job.page_class, HOST, index, CopyState.READY, PageState.READY)
         chain.table.failures[index] = 0
+        if job.asked is not None and sums is not None:
+            keep(state, chain, job.page_class, job.asked, sums)
         if group.spec.sparse is not None:
             for row in job.rows:
-                _mark_dirty(state, group, job.chain, row)
+                mark_dirty(state, group, job.chain, row)
     else:
         for row in job.rows:
             _lose_copy(state, group, chain, (job.page_class, HOST, row), outcome)
@@ -85,34 +96,38 @@ def _try_again(state: State, group: Group, job: CopyJob) -> None:
     state.counters["writeback_given_up"] += int((~again).sum())
 
 
-def _mark_dirty(state: State, group: Group, chain_number: int, row: int) -> None:
-    """The residency of a span changed: every request that holds it must tell its worker."""
-    for request in state.holders(group.spec.name):
-        ordinal = request.chains[chain_number].ordinal(row)
-        if ordinal is not None:
-            request.dirty.add((chain_number, ordinal))
-
-
-def _onboard_ended(state: State, plan_id: int, job: CopyJob, outcome: CopyOutcome, error: KVError | None) -> None:
+def _onboard_ended(
+    state: State, plan_id: int, job: CopyJob, outcome: CopyOutcome, error: KVError | None, sums: SumArray | None
+) -> None:
     group = state.groups[job.group]
     chain = group.chains[job.chain]
     chain.table.busy[np.asarray([*job.rows, *job.extra], np.int64)] -= 1
+    failure: KVError | None = None
     if ended_well(outcome):
+        bad: list[int] = []
+        if job.asked is not None and sums is not None:
+            places, failure = differing(state, chain, job.page_class, job.asked, sums)
+            bad = places.tolist()
+        good = [row for place, row in enumerate(job.rows) if place not in bad]
         # An unpublished target is a request's own span: it goes on filling it.
-        index = np.asarray(job.rows, np.int64)
+        index = np.asarray(good, np.int64)
         published = index[chain.table.published[index]]
         chain.set_states(job.page_class, DEVICE, published, CopyState.READY, PageState.READY)
         _mark_redundant(state, chain, job.page_class, published)
+        state.counters["onboard"] += len(good)
+        for place in bad:
+            assert isinstance(failure, ChecksumMismatch)
+            _lose_copy(state, group, chain, (job.page_class, DEVICE, job.rows[place]), outcome)
+            take_out(state, group, job.chain, job.page_class, job.loaded_from[place], failure)
+            condemn(chain, job.rows[place])
     else:
+        failure = error or TransferFailed("onboard failed; the prefix is recomputed")
         for row in job.rows:
             _lose_copy(state, group, chain, (job.page_class, DEVICE, row), outcome)
-    if ended_well(outcome):
-        state.counters["onboard"] += len(job.rows)
-    elif outcome is not CopyOutcome.CANCELLED:
-        # A host copy that can't be loaded is not offered again; one that nobody tried to load is.
-        for row in [*job.rows, *job.extra]:
-            condemn(chain, row)
-    failure = None if ended_well(outcome) else error or TransferFailed("onboard failed; the prefix is recomputed")
+        if outcome is not CopyOutcome.CANCELLED:
+            # A host copy that can't be loaded is not offered again; one that nobody tried to load is.
+            for row in [*job.rows, *job.extra]:
+                condemn(chain, row)
     _answer_waiters(state, plan_id, job, failure)
     chain.release_unused([*job.rows, *job.extra])
 
@@ -135,15 +150,6 @@ def _answer_waiters(state: State, plan_id: int, job: CopyJob, failure: KVError |
             wake(state, request)
         else:
             refuse_waiting(state, request, failure)
-
-
-def condemn(chain: Chain, row: int) -> None:
-    """Takes a span and all below it out of the index; pages go when nobody holds them."""
-    if not chain.table.live[row] or not chain.table.published[row]:
-        return
-    for child in [*chain.index.descendants(row), row]:
-        chain.index.unpublish(child)
-        chain.release_if_unused(child)
 
 
 def _pull_ended(state: State, plan_id: int, job: PullJob, outcome: CopyOutcome, error: KVError | None) -> None:

@@ -189,11 +189,12 @@ class Step:
 
 @dataclass(frozen=True)
 class PlanEnded:
-    """A copy plan or a pull ended."""
+    """A copy plan or a pull ended. sums: as asked for, uint64[pages, sections * SUM_WORDS], when it is DONE."""
 
     plan_id: int
     outcome: CopyOutcome
     error: KVError | None = None
+    sums: npt.NDArray[np.uint64] | None = None
 
 
 @dataclass(frozen=True)
@@ -261,6 +262,14 @@ class Reset:
 
 
 @dataclass(frozen=True)
+class CheckCopies:
+    """Have at most `spans` host copies read and compared with their sums, chosen evenly; none after `most_ns`."""
+
+    spans: int
+    most_ns: int
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time passes: leases expire without any new work."""
 
@@ -269,7 +278,8 @@ Event = (
     RegisterEngine | AttachRank | DetachRank | TimelinesRead | EngineSuspect | EngineResumed | EngineGone | MoverGone
     | MoverJoined | Recovered
     | Step | PlanEnded
-    | ExportRequestKV | RenewTickets | AcceptTicket | CheckTicket | ReleaseTicket | Drain | Trim | Reset | Tick
+    | ExportRequestKV | RenewTickets | AcceptTicket | CheckTicket | ReleaseTicket | Drain | Trim | Reset
+    | CheckCopies | Tick
 )
 
 READS = (CheckTicket,)

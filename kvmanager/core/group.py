@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmanager.allocators.fixed import PageArray
+from kvmanager.core.checksums import SumStore
 from kvmanager.core.eviction import Policy, leaf_first_lru
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.prefix import PrefixIndex
@@ -33,6 +34,7 @@ class Chain:
         self.table = SpanTable(len(spec.classes), spec.widest)
         self.index = PrefixIndex(self.table, key_bytes)
         self._pools = pools
+        self.sums: dict[int, SumStore] = {}  # by page class, of its host pages; where there are any
 
     def pool(self, page_class: int, tier: int) -> Pool:
         """The pool of a class in a tier."""

@@ -11,6 +11,7 @@ from kvmanager.core.rows import RowArray
 from kvmanager.core.spans import DEVICE, HOST
 from kvmanager.core.spec import Placement
 from kvmanager.core.state import CopyJob, State, concat
+from kvmanager.core.verification import copied_back
 from kvmanager.geometry import Int64Array
 
 
@@ -124,11 +125,16 @@ def onboard(
     chain = group.chains[chain_number]
     source = concat([chain.table.page_list(page_class, HOST, s) for s, _ in pairs])
     target = concat([chain.table.page_list(page_class, DEVICE, t) for _, t in pairs])
-    plan = CopyPlan(state.new_plan_id(), Purpose.ONBOARD, between_tiers(chain, page_class, HOST, (source, target)))
+    sums, asked = copied_back(state, chain, page_class, pairs)
+    copies = between_tiers(chain, page_class, HOST, (source, target))
+    plan = CopyPlan(state.new_plan_id(), Purpose.ONBOARD, copies, sums)
     rows = [t for _, t in pairs]
     donors = [s for s, t in pairs if s != t]
     chain.table.busy[np.asarray([*rows, *donors], np.int64)] += 1
-    job = CopyJob(group.spec.name, chain_number, page_class, rows, DEVICE, donors, since=state.now)
+    job = CopyJob(
+        group.spec.name, chain_number, page_class, rows, DEVICE, donors, since=state.now, asked=asked,
+        loaded_from=[s for s, _ in pairs],
+    )  # fmt: skip
     state.jobs[plan.plan_id] = job
     state.effects.append(SubmitPlan(plan))
     return job

@@ -9,6 +9,7 @@ from kvmanager.core.events import (
     AcceptTicket,
     Attached,
     AttachRank,
+    CheckCopies,
     CheckTicket,
     DetachRank,
     Drain,
@@ -41,6 +42,7 @@ from kvmanager.core.sessions import overdue, sweep
 from kvmanager.core.spec import GroupSpec, Limits
 from kvmanager.core.state import State
 from kvmanager.core.steps import step
+from kvmanager.core.verification import begin_checks
 from kvmanager.core.writeback import pump_writeback, reconsider
 from kvmanager.errors import KVError
 
@@ -149,12 +151,12 @@ class Node:
             case TimelinesRead():
                 self._timelines(event)
             case PlanEnded():
-                plan_ended(self.state, event.plan_id, event.outcome, event.error)
+                plan_ended(self.state, event.plan_id, event.outcome, event.error, event.sums)
             case EngineSuspect():
                 engines.suspect(self.state, event.engine, event.epoch)
             case EngineGone():
                 engines.engine_gone(self.state, event)
-            case MoverGone() | MoverJoined() | Recovered():
+            case MoverGone() | MoverJoined() | Recovered() | CheckCopies():
                 self._processes(event)
             case Drain():
                 for engine in self.state.engines.values():
@@ -167,8 +169,8 @@ class Node:
             case _:
                 raise AssertionError(f"unhandled event {event!r}")
 
-    def _processes(self, event: MoverGone | MoverJoined | Recovered) -> None:
-        """Movers and daemons end and begin."""
+    def _processes(self, event: MoverGone | MoverJoined | Recovered | CheckCopies) -> None:
+        """Movers and daemons end and begin, and look at what was there."""
         match event:
             case MoverGone():
                 recovery.mover_gone(self.state)
@@ -176,6 +178,8 @@ class Node:
                 self.state.mover = event.incarnation
             case Recovered():
                 recovery.recovered(self.state, event)
+            case CheckCopies():
+                begin_checks(self.state, event)
 
     def _tick(self) -> None:
         """Time passes: what is over ends without any new work."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvmanager.core.checksums import PageSections
 from kvmanager.errors import LayoutMismatch
 from kvmanager.geometry import Int64Array
 from kvmanager.layout import Component, KVLayout
@@ -47,6 +48,7 @@ class Purpose(StrEnum):
     MIRROR = "mirror"
     COPY_ON_WRITE = "copy_on_write"
     PLACE = "place"
+    CHECK = "check"  # moves nothing; its sums are compared
 
     @property
     def urgency(self) -> Urgency:
@@ -66,6 +68,7 @@ _URGENCY = {
     Purpose.ONBOARD: Urgency.WAITED_FOR,
     Purpose.COPY_ON_WRITE: Urgency.WAITED_FOR,
     Purpose.PLACE: Urgency.WAITED_FOR,
+    Purpose.CHECK: Urgency.WRITE_BACK,
 }
 _LINKS = {
     Purpose.OFFLOAD: Link.TO_HOST,
@@ -114,11 +117,15 @@ class StridedCopies:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """A numbered unit of work for one mover: done as a whole, or failed as a whole."""
+    """A numbered unit of work for one mover: done as a whole, or failed as a whole.
+
+    sums: what is summed up when all bytes have moved; its completion carries the result.
+    """
 
     plan_id: int
     purpose: Purpose
     copies: tuple[StridedCopies, ...]
+    sums: PageSections | None = None
 
     @property
     def urgency(self) -> Urgency:

@@ -128,6 +128,9 @@ class Pool:
         self.unit_bytes = slab_bytes // finest
         self.units_per_slab = finest
         self.capacity_units = slabs * finest
+        self.condemned: dict[str, set[int]] = {}
+        """By class, pages that lost their content; `withheld`: those of them that were given back, for good."""
+        self.withheld: dict[str, set[int]] = {}
         self.spaces = {c: PageSpace(f"{name}/{c}", slabs * n, finest // n) for c, n in per_slab.items()}
         self.promised_slabs = 0
         self.overbooked_slabs = 0
@@ -143,9 +146,27 @@ class Pool:
         return pages
 
     def give(self, page_class: str, pages: PageArray) -> None:
-        """Frees pages whatever their state was; freeing a free page is our own bug."""
+        """Frees pages whatever their state was, or withholds them; freeing a free page is our own bug."""
+        if page_class in self.condemned:
+            pages = self._withhold(page_class, pages)
         self._slabs.give(page_class, pages)
         self.spaces[page_class].leave(pages, _FREE)
+
+    def condemn(self, page_class: str, pages: PageArray) -> bool:
+        """These pages are withheld when they are given back: their memory lost what was written. False: known."""
+        condemned = self.condemned.setdefault(page_class, set())
+        fresh = not condemned.issuperset(pages.tolist())
+        condemned.update(pages.tolist())
+        return fresh
+
+    def _withhold(self, page_class: str, pages: PageArray) -> PageArray:
+        """Keeps condemned pages back, in quarantine; returns the others."""
+        kept = np.isin(pages, np.fromiter(self.condemned[page_class], np.int64))
+        if kept.any():
+            self.settle(page_class, pages[kept], PageState.QUARANTINED)
+            self.withheld.setdefault(page_class, set()).update(pages[kept].tolist())
+            return pages[~kept]
+        return pages
 
     def settle(self, page_class: str, pages: PageArray, target: PageState) -> None:
         """Moves pages to `target` from whatever non-free state they are in."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvmanager.core.endings import condemn
 from kvmanager.core.events import Reset, ResetDone
 from kvmanager.core.spans import NO_SPAN
 from kvmanager.core.state import State
+from kvmanager.core.verification import condemn
 from kvmanager.errors import InvalidArgument
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from kvmanager.core.checksums import PageSection, sections_of
 from kvmanager.geometry import TokenOrder
 from kvmanager.layout import KVFormat, KVLayout
 
@@ -36,6 +37,11 @@ class PageClass:
     def page_bytes(self) -> int:
         """Bytes from page to page on one rank."""
         return self.layout.page_bytes
+
+    @cached_property
+    def sections(self) -> tuple[PageSection, ...]:
+        """Sections of a page that have a checksum each."""
+        return sections_of(self.layout)
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,7 @@ class Limits:
     plans_in_flight: host copies in flight, a chain. plans_beside_onboards: the same while a request waits for its
     bytes, so that they have the link. writeback_tries: how often a span's host copy is tried in a row.
     reconsidered_spans: how many spans that the host had no room for are ranked again on a tick.
+    checksums: of how many spans one has its host copy summed up; 1: all, 0: none.
     clean_share: of a device pool, what should be free or have a host copy while host room is short.
     """
 
@@ -170,6 +177,7 @@ class Limits:
     writeback_tries: int = 3
     clean_share: float = 0.25
     reconsidered_spans: int = 256
+    checksums: int = 0
     inclusion: Inclusion = Inclusion.AS_NEEDED
     miss_costs: MissCosts = MissCosts()
     batch_spans: int = 32

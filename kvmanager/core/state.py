@@ -31,7 +31,8 @@ COUNTERS = (
     "prefix_hit", "prefix_hit_tokens", "prompt_tokens", "partial_span_reuse", "offload", "mirror", "onboard", "reclaim",
     "eviction", "spill", "draft_truncation", "handoff", "export", "refusal", "failed_plan", "expired_ticket",
     "quarantined_copy", "request", "step", "partial_span_tokens", "writeback_retry", "writeback_given_up",
-    "host_reclaim", "host_eviction", "writeback_bypass", "writeback_again", "writeback_cancelled",
+    "host_reclaim", "host_eviction", "writeback_bypass", "writeback_again", "writeback_cancelled", "summed_page",
+    "checked_page", "bad_copy", "restart_check",
 )
 
 
@@ -117,6 +118,14 @@ class Pace:
         setattr(self, name, took_ns if old == 0 else old + (took_ns - old) // 8)
 
 
+@dataclass(frozen=True)
+class SumsAsked:
+    """Which host pages a plan's sums belong to. pages: int64[pages]; of: int64[pages], places in the job's `rows`."""
+
+    pages: Int64Array
+    of: Int64Array
+
+
 @dataclass
 class CopyJob:
     """A plan in flight on spans of one chain: an offload or mirror, or an onboard.
@@ -124,6 +133,7 @@ class CopyJob:
     rows: spans whose copies it reads or fills, one `busy` each. extra: further busy rows (donors).
     waiters: (engine, epoch, request id) that go on when it is done. since: when it was submitted, ns.
     gives_way: it was asked to end early, for its pages are needed.
+    asked: what is summed up. loaded_from: of an onboard, the rows whose host copies are read, beside `rows`.
     """
 
     group: str
@@ -135,6 +145,19 @@ class CopyJob:
     waiters: list[tuple[str, int, int]] = field(default_factory=list)
     since: int = 0
     gives_way: bool = False
+    asked: SumsAsked | None = None
+    loaded_from: list[int] = field(default_factory=list)
+
+
+@dataclass
+class CheckJob:
+    """A plan in flight that reads host copies and compares them with their sums. rows: one `busy` each."""
+
+    group: str
+    chain: int
+    page_class: int
+    rows: list[int]
+    asked: SumsAsked
 
 
 @dataclass
@@ -183,7 +206,9 @@ class State:
         self.retired: dict[tuple[str, int], Engine] = {}  # replaced or suspect epochs whose processes may still live
         self.timelines: dict[int, int] = {}
         self.dead_attaches: set[int] = set()
-        self.jobs: dict[int, CopyJob | PullJob] = {}
+        self.jobs: dict[int, CopyJob | PullJob | CheckJob] = {}
+        self.checks: deque[tuple[str, int, int, int]] = deque()  # group, chain, class, row: to be checked
+        self.checks_until = 0
         self.tickets: dict[str, Ticket] = {}
         self.namespaces: dict[bytes, int] = {}
         self.quarantine: list[tuple[str, str, str, Int64Array]] = []  # group, pool, class, pages
@@ -312,6 +337,14 @@ class State:
         pool.settle(name, pages, PageState.QUARANTINED)
         self.quarantine.append((group.spec.name, pool.name, name, pages))
         self.counters["quarantined_copy"] += 1
+
+
+def mark_dirty(state: State, group: Group, chain_number: int, row: int) -> None:
+    """The residency of a span changed: every request that holds it must tell its worker."""
+    for request in state.holders(group.spec.name):
+        ordinal = request.chains[chain_number].ordinal(row)
+        if ordinal is not None:
+            request.dirty.add((chain_number, ordinal))
 
 
 def ended_well(outcome: CopyOutcome) -> bool:

@@ -17,6 +17,7 @@ from kvmanager.core.rows import RowArray, RowQueue
 from kvmanager.core.spans import DEVICE, HOST, CopyState
 from kvmanager.core.state import CopyJob, State
 from kvmanager.core.tenants import NOBODY, used_units
+from kvmanager.core.verification import copied_out
 
 
 def pump_writeback(state: State, group: Group) -> None:
@@ -287,9 +288,10 @@ def _submit(state: State, group: Group, number: int, rows: list[int]) -> None:
             continue
         source, target = (chain.table.page_lists(c, tier, new) for tier in (DEVICE, HOST))
         purpose = _purpose(state, group, chain.pool(c, DEVICE).name)
-        plan = CopyPlan(state.new_plan_id(), purpose, between_tiers(chain, c, DEVICE, (source, target)))
+        sums, asked = copied_out(state, chain, c, new.tolist())
+        plan = CopyPlan(state.new_plan_id(), purpose, between_tiers(chain, c, DEVICE, (source, target)), sums)
         state.jobs[plan.plan_id] = CopyJob(
-            group.spec.name, number, c, new.tolist(), HOST, since=state.now
+            group.spec.name, number, c, new.tolist(), HOST, since=state.now, asked=asked
         )
         state.effects.append(SubmitPlan(plan))
 

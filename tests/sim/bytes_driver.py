@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvmanager.core.checksums import PageSections
 from kvmanager.core.events import CopyOutcome, Event, Opened
 from kvmanager.core.plans import CopyPlan, Rows
 from kvmanager.core.pool import PageState
 from kvmanager.core.spec import GroupSpec, Limits
 from kvmanager.errors import KVError
+from kvmanager.transport.checksums import sum_pages
 from kvmanager.transport.cpu import copy_piece
 from tests.sim.content import Memory
 from tests.sim.driver import DEFAULT_LIMITS, Client, Driver, sharded_group
@@ -76,6 +78,10 @@ class BytesDriver(Driver):
         if plan is not None and outcome is CopyOutcome.DONE:
             self.move(plan)
         super().end(plan_id, outcome, error)
+
+    def sums(self, pages: PageSections) -> np.ndarray:
+        """Of the real bytes."""
+        return sum_pages(self.memory.regions, pages)
 
     def move(self, plan: CopyPlan) -> None:
         """All bytes of a plan."""

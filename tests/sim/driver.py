@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvmanager.core.audit import audit
+from kvmanager.core.checksums import SUM_WORDS, PageSections
 from kvmanager.core.events import (
     AbandonTicket,
     Attached,
@@ -122,9 +123,14 @@ class Driver:
 
     def end(self, plan_id: int, outcome: CopyOutcome = CopyOutcome.DONE, error: KVError | None = None) -> None:
         """One plan or pull ends."""
-        self.plans.pop(plan_id, None)
+        plan = self.plans.pop(plan_id, None)
         self.pulls.pop(plan_id, None)
-        self.apply(PlanEnded(plan_id, outcome, error))
+        sums = self.sums(plan.sums) if plan and plan.sums and outcome is CopyOutcome.DONE else None
+        self.apply(PlanEnded(plan_id, outcome, error, sums))
+
+    def sums(self, pages: PageSections) -> np.ndarray:
+        """What the mover says when it has no bytes: equal for all."""
+        return np.zeros((len(pages), len(pages.sections) * SUM_WORDS), np.uint64)
 
     def end_all(self, outcome: CopyOutcome = CopyOutcome.DONE) -> None:
         """Everything under way ends, and what follows from it."""
@@ -245,7 +251,9 @@ def nothing_held(state: State) -> None:
         for pool in group.pools.values():
             assert pool.promised_slabs == 0
             units = {s: pool.units(s) for s in PageState}
-            assert units[PageState.FREE] + units[PageState.READY] == pool.capacity_units, (pool.name, units)
+            withheld = sum(len(pages) * pool.spaces[name].units for name, pages in pool.withheld.items())
+            assert units[PageState.QUARANTINED] == withheld, (pool.name, units)
+            assert units[PageState.FREE] + units[PageState.READY] + withheld == pool.capacity_units, (pool.name, units)
         for chain in group.chains:
             assert not chain.table.pins.any()
             assert not chain.table.busy.any()

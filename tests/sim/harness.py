@@ -32,7 +32,7 @@ from kvmanager.core.pool import PageState
 from kvmanager.core.spec import GroupSpec, Limits, PageClass, Placement
 from kvmanager.errors import KVError
 from kvmanager.transport.cpu import copy_piece
-from tests.sim import pulls, tenancy
+from tests.sim import pulls, rot, tenancy
 from tests.sim.driver import nothing_held
 from tests.sim.network import Entry, Network
 from tests.sim.published import PublishedBytes
@@ -93,7 +93,8 @@ class World:
             for use in self.uses.values()
             for c in self._classes(use)
         }
-        self.published = PublishedBytes(self.node, net.memory)
+        self.rot = rot.Rot()
+        self.published = PublishedBytes(self.node, net.memory, self.rot)
         self._free = self._page_states()
         self.engines: list[SimEngine] = []
         self.held: tenancy.Held = {}
@@ -235,7 +236,8 @@ class World:
             self._move(flight, 0.5)
         elif outcome is CopyOutcome.UNKNOWN_FATE:
             self.late.append(Flight(flight.plan, [], False))
-        self.apply(PlanEnded(plan_id, outcome))
+        sums = rot.summed(self, flight.plan) if outcome is CopyOutcome.DONE else None
+        self.apply(PlanEnded(plan_id, outcome, sums=sums))
         if self.draw.random() < 0.1:
             self.apply(PlanEnded(plan_id, self.draw.choice(list(CopyOutcome))))  # a second report changes nothing
 

@@ -11,6 +11,7 @@ from kvmanager.core.spans import DEVICE, HOST, CopyState
 from kvmanager.core.spec import PageClass, Placement
 from kvmanager.geometry import TokenOrder
 from tests.sim.content import PAGE_ROWS, Memory, contents, key_of
+from tests.sim.rot import Rot
 from tests.sim.worker import WrongKV
 
 _ABSENT, _FILLING = int(CopyState.ABSENT), int(CopyState.FILLING)
@@ -30,8 +31,8 @@ def learn(digests: list[int]) -> None:
 class PublishedBytes:
     """Checks all published spans of a node against what their keys mean."""
 
-    def __init__(self, node: Node, memory: Memory) -> None:
-        self.node, self.memory = node, memory
+    def __init__(self, node: Node, memory: Memory, rot: Rot) -> None:
+        self.node, self.memory, self.rot = node, memory, rot
         self._digests: dict[bytes, np.ndarray] = {}
 
     def check(self) -> None:
@@ -65,6 +66,9 @@ class PublishedBytes:
                 # A device copy that its own request still fills is right as far as it is valid, unless a plan fills it.
                 unsure = (copies == _FILLING) & ((tier == HOST) | (table.busy[rows] > 0))
                 sure = (copies != _ABSENT) & ~unsure
+                if tier == HOST and self.rot.pages:
+                    # Found when it is loaded: what is checked here is what is served.
+                    sure &= ~np.array([self.rot.spoils(chain, c, row) for row in rows.tolist()])
                 if not sure.any():
                     continue
                 mask = known[sure]

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
-from kvmanager.core.events import CopyOutcome, RenewTickets, Reset, ResetDone, Tick
+from kvmanager.core.events import CheckCopies, CopyOutcome, RenewTickets, Reset, ResetDone, Tick
 from kvmanager.core.eviction import POLICIES, Policy
 from tests.chaos.schedule import simulated
 from tests.sim.content import Memory, Text
@@ -28,7 +28,7 @@ ACTIONS = {
     "step": 34, "advance": 34, "plan": 24, "pull": 14, "resend": 2, "export": 6, "tick": 3, "renew": 1,
     "late": 1, "lose_plan": 0.5, "mover": 0.3, "break_stream": 0.3, "lose": 5, "register": 0.6,
     "cut_stream": 0.7, "resume_stream": 3, "partition": 0.5, "heal": 2,
-    "crash": 2, "get_on": 1.5, "reset": 0.2,
+    "crash": 2, "get_on": 1.5, "reset": 0.2, "rot": 1, "check": 0.3,
 }  # fmt: skip
 MORE = {"handoff": {"export": 20, "pull": 40}, "many": {"export": 20, "pull": 40}}
 PLAN_ENDS = [CopyOutcome.DONE] * 17 + [CopyOutcome.FAILED, CopyOutcome.CANCELLED, CopyOutcome.UNKNOWN_FATE]
@@ -127,8 +127,8 @@ class Simulation:
                 others = [*self.engines.values(), *self.dying]
                 alone = [other for other in others if other.world is engine.world] == [engine]
                 nobody_stands_still(engine, alone)
-            case "reset":
-                self._reset(engine.world, engine.spec.name)
+            case "rot" | "check" | "reset":
+                self._bytes(action, engine)
             case "partition" | "heal":
                 self._wire(cut=action == "partition")
             case "step" | "resend" | "export" | "break_stream" | "cut_stream" if not (engine.stale or engine.cut):
@@ -159,6 +159,16 @@ class Simulation:
             case "crash":
                 assert world.crashes is not None
                 world.crashes.arm(simulated(draw))
+
+    def _bytes(self, action: str, engine: SimEngine) -> None:
+        """A bit flips, some host copies are read again, or all are forgotten."""
+        world = engine.world
+        if action == "rot":
+            world.rot.spread(world)
+        elif action == "reset":
+            self._reset(world, engine.spec.name)
+        else:
+            world.apply(CheckCopies(self.draw.randint(1, 20), self.draw.choice((0, 10**9))))
 
     def _reset(self, world: World, group: str) -> None:
         """An operator has everything forgotten that the group has cached."""

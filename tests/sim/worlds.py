@@ -25,6 +25,7 @@ LIMITS = Limits(
     pull_deadline_ns=400_000,
     stored_replies=4,
     claim_hold_ns=20_000,
+    checksums=1,
 )
 
 

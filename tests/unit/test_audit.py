@@ -139,7 +139,7 @@ def _timeline(state: State) -> None:
 LIES: dict[str, tuple[Callable[[State], None], str]] = {
     "parent": (_column("parent", lambda _: NO_SPAN), "children|no path"),
     "children": (_column("children", _one_more), "children differ"),
-    "valid": (_column("valid", _one_more), "more segments valid"),
+    "valid": (_column("valid", _one_more), "more segments valid|keys do not cover"),
     "segments": (_column("segments", _one_more), "pages|mixes|not full"),
     "namespace": (_column("namespace", _one_more), "mixes"),
     "pins": (_column("pins", _one_more), "pins of spans"),
