@@ -85,10 +85,11 @@ class AdminService(pb_grpc.AdminServicer):
     def _status(self, node: Node) -> pb.StatusReply:
         reply = _status(node)
         for engine, entry in zip(node.state.all_engines(), reply.engines, strict=True):
-            if engine.suspect:
+            if not engine.trusted:
                 entry.suspect_ns = max(node.state.now - engine.suspect_ns, 1)
                 key = (engine.name, engine.epoch)
-                entry.held_by = self._fence.holders(key)
+                stalled = engine.standing(node.state.timelines) if engine.stalled else ()
+                entry.held_by = self._fence.holders(key, stalled)
                 entry.fence = self._fence.done(key) if engine.fenced else ""
         return reply
 
@@ -161,7 +162,7 @@ def _status(node: Node) -> pb.StatusReply:
 
 
 def _engine_state(engine: Engine) -> str:
-    if engine.suspect:
+    if not engine.trusted:
         return "suspect"
     return "attached" if len(engine.attaches) == engine.ranks else "registered"
 

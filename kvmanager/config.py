@@ -69,12 +69,16 @@ class LeaseSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FenceSection:
-    """`[fence]`: engines that no longer answer. A stopped process is suspect after `ping_ms` + `silence_ms` at most."""
+    """`[fence]`: engines that no longer answer. A stopped process is suspect after `ping_ms` + `silence_ms` at most.
+
+    A rank whose timeline has not moved for `stall_ms` while a fence waits for it makes its engine suspect, too.
+    """
 
     action: str = "hold"
     after_ms: int = 30_000
     ping_ms: int = 10_000
     silence_ms: int = 20_000
+    stall_ms: int = 120_000
 
     @property
     def after_ns(self) -> int:
@@ -329,6 +333,7 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "after_ms": parse.between(0, HOUR_MS),
         "ping_ms": parse.between(100, HOUR_MS),
         "silence_ms": parse.between(100, HOUR_MS),
+        "stall_ms": parse.between(100, HOUR_MS),
     },
     MoverSection: {
         "staging_bytes": parse.size,

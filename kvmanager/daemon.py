@@ -358,8 +358,8 @@ class Daemon:
             case Notified():
                 self._hub.notify(effect)
             case FenceEngine():
-                trusted = [(e.name, e.epoch) for e in self._node.state.all_engines() if not e.suspect]
-                self._fence.apply((effect.engine, effect.epoch), trusted)
+                trusted = [(e.name, e.epoch) for e in self._node.state.all_engines() if e.trusted]
+                self._fence.apply((effect.engine, effect.epoch), trusted, effect.stalled)
             case _:
                 raise AssertionError(f"unhandled effect {effect!r}")
 

@@ -22,7 +22,7 @@ def still_held(node: Node) -> list[str]:
             more = f" and {len(ids) - NAMED_MAX} more" if len(ids) > NAMED_MAX else ""
             tokens = sum(request.committed_tokens for request in engine.requests.values())
             held.append(
-                f"engine {engine.name} epoch {engine.epoch}{' (suspect)' if engine.suspect else ''}: request "
+                f"engine {engine.name} epoch {engine.epoch}{'' if engine.trusted else ' (suspect)'}: request "
                 f"{', '.join(map(str, ids[:NAMED_MAX]))}{more}, {tokens} tokens committed"
             )
     if node.state.tickets:

@@ -19,6 +19,7 @@ from kvmanager.core.spec import (
 from kvmanager.geometry import SEQUENTIAL
 from kvmanager.layout import indexer_layout, latent_layout, native_layout
 from kvmanager.transport.pinned import chunk_bounds
+from kvmanager.units import MILLISECOND_NS
 from kvmanager.wire import RegionInfo, RegionKind
 
 TIMELINE_REGION = 1
@@ -140,5 +141,6 @@ def core_limits(config: NodeConfig) -> Limits:
         session_ttl_ns=config.lease.session_ttl_ns,
         tenants=tuple(TenantSpec(t.name, t.floor, t.ceiling, t.priority) for t in config.tenants),
         fence_after_ns=config.fence.after_ns,
+        stall_after_ns=config.fence.stall_ms * MILLISECOND_NS,
         pull_deadline_ns=config.mover.pull_deadline_ns,
     )

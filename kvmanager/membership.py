@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvmanager.core.events import DetachRank, EngineGone, EngineSuspect, Event, TimelinesRead
@@ -139,6 +139,12 @@ class Membership:
         with self._lock:
             member = self._members.get((engine, epoch))
             return member.tokens if member is not None else ()
+
+    def workers(self, attach_ids: Iterable[int]) -> tuple[str, ...]:
+        """Worker tokens behind attaches that live."""
+        with self._lock:
+            ranks = {attach_id: token for member in self._members.values() for attach_id, token in member.ranks.items()}
+        return tuple(dict.fromkeys(ranks[attach_id] for attach_id in attach_ids if attach_id in ranks))
 
     def has_live_stream(self, engine: str, epoch: int) -> bool:
         """Whether the epoch has a session stream whose client answers pings and reads what it is sent."""

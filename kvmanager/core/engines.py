@@ -110,20 +110,30 @@ def suspect(state: State, name: str, epoch: int) -> None:
 
 
 def fence_suspects(state: State) -> None:
-    """Asks, once, for the end of engines that have been suspect for too long."""
+    """Notes who stands still, and asks, once, for the end of engines that have been suspect for too long."""
     for engine in state.all_engines():
+        if _stands_still(state, engine, state.now):
+            engine.stalled, engine.suspect_ns, engine.fenced = True, state.now, False
         if _unheard(state, engine, state.now):
             engine.fenced = True
-            state.effects.append(FenceEngine(engine.name, engine.epoch))
+            stalled = engine.standing(state.timelines) if engine.stalled else ()
+            state.effects.append(FenceEngine(engine.name, engine.epoch, stalled))
 
 
 def overdue(state: State, now: int) -> bool:
-    """Whether `fence_suspects` would ask for something at `now`."""
-    return any(_unheard(state, engine, now) for engine in state.all_engines())
+    """Whether `fence_suspects` would note or ask for something at `now`."""
+    return any(_stands_still(state, engine, now) or _unheard(state, engine, now) for engine in state.all_engines())
 
 
 def _unheard(state: State, engine: Engine, now: int) -> bool:
-    return engine.suspect and not engine.fenced and now - engine.suspect_ns >= state.limits.fence_after_ns
+    return not engine.trusted and not engine.fenced and now - engine.suspect_ns >= state.limits.fence_after_ns
+
+
+def _stands_still(state: State, engine: Engine, now: int) -> bool:
+    """Whether a fence waits, and no rank that it waits for has moved for too long. An idle engine has no fence."""
+    if not engine.fences or not engine.trusted:
+        return False
+    return now - max(engine.fences[0].since, engine.moved_ns) >= state.limits.stall_after_ns
 
 
 def resume(state: State, name: str, epoch: int) -> Engine:
@@ -131,6 +141,8 @@ def resume(state: State, name: str, epoch: int) -> Engine:
     engine = state.engines.get(name)
     if engine is None or engine.epoch != epoch:
         raise StaleEpoch(f"engine {name!r} epoch {epoch} is gone or replaced; register again")
+    if engine.stalled:
+        raise state.stands_still(engine)
     engine.suspect, engine.heard_ns = False, state.now
     return engine
 

@@ -482,10 +482,11 @@ class StartPull:
 
 @dataclass(frozen=True)
 class FenceEngine:
-    """The engine has been suspect for `fence_after_ns` and its processes may still touch memory: end or hold them."""
+    """The engine, or `stalled` attaches of it alone, is suspect for `fence_after_ns`: end or hold their processes."""
 
     engine: str
     epoch: int
+    stalled: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,17 @@ def resolve_fences(state: State, engine: Engine) -> None:
     """Applies every leading entry whose fence has passed. Values rise, so the head decides."""
     while engine.fences and state.fence_passed(engine.fences[0].fence):
         entry = engine.fences.popleft()
+        moved(state, engine)
         apply_entry(state, engine, entry, keep_commits=reached(state, entry))
     if engine.ended:
         state.forget_attaches(engine)
+
+
+def moved(state: State, engine: Engine) -> None:
+    """A rank that was waited for goes on, or none is waited for any more."""
+    engine.moved_ns = state.now
+    if engine.stalled:  # where its stream broke as well, the time for that begins now
+        engine.stalled, engine.suspect_ns, engine.fenced = False, state.now, False
 
 
 def reached(state: State, entry: FenceEntry) -> bool:

@@ -35,7 +35,7 @@ from kvmanager.core.events import (
     Trim,
 )
 from kvmanager.core.eviction import Policy, leaf_first_lru
-from kvmanager.core.fences import resolve_fences
+from kvmanager.core.fences import moved, resolve_fences
 from kvmanager.core.group import Group
 from kvmanager.core.reset import reset
 from kvmanager.core.sessions import overdue, sweep
@@ -193,9 +193,11 @@ class Node:
 
     def _timelines(self, event: TimelinesRead) -> None:
         known = self.state.timelines
-        for attach_id, value in event.values.items():
-            if attach_id in known:
-                known[attach_id] = max(known[attach_id], value)
+        risen = {attach_id for attach_id, value in event.values.items() if value > known.get(attach_id, value)}
+        for engine in self.state.all_engines():
+            if engine.fences and not risen.isdisjoint(engine.standing(known)):
+                moved(self.state, engine)
+        known.update({attach_id: event.values[attach_id] for attach_id in risen})
         for engine in self.state.all_engines():
             if engine.fences or engine.ended:
                 resolve_fences(self.state, engine)

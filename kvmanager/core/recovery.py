@@ -40,7 +40,7 @@ def recovered(state: State, event: Recovered) -> None:
     """
     for engine in state.all_engines():
         # Also where it was suspect before: that it is to be ended may not have been heard.
-        engine.suspect, engine.suspect_ns, engine.fenced = True, state.now, False
+        engine.suspect, engine.suspect_ns, engine.fenced, engine.stalled = True, state.now, False, False
     state.checks.clear()
     if event.incarnation != state.mover:
         mover_gone(state)

@@ -188,6 +188,7 @@ class Limits:
     pull_deadline_ns: int = 20_000_000_000
     retry_after_ns: int = 20_000_000
     fence_after_ns: int = 30_000_000_000
+    stall_after_ns: int = 120_000_000_000
     session_ttl_ns: int = 600_000_000_000
     claim_hold_ns: int = 100_000_000
     tenants: tuple[TenantSpec, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +67,8 @@ class Engine:
     fence will cover (work that the reply before it allowed). attaches: attach id -> rank. ranks_lost: ranks that
     left so far; what a request opened before that is no longer believed to have been written everywhere.
     ended: attach ids that left and that a fence may still name. fence_values: attach id -> highest value a message
-    named. suspect_ns: since when it is suspect. fenced: that was told once.
+    named. suspect: its stream broke. stalled: a rank stands still while a fence waits for it. suspect_ns: since when
+    it is one of both. fenced: that was told once. moved_ns: when a rank that a fence waited for last moved.
     attached: some rank attached once. heard_ns: when it was last heard of.
     note, attach_notes: what the shell wants to know again after a restart.
     """
@@ -81,8 +83,10 @@ class Engine:
     ended: set[int] = field(default_factory=set)
     fence_values: dict[int, int] = field(default_factory=dict)
     suspect: bool = False
+    stalled: bool = False
     suspect_ns: int = 0
     fenced: bool = False
+    moved_ns: int = 0
     requests: dict[int, Request] = field(default_factory=dict)
     last_number: int = 0
     replies: OrderedDict[int, StepDone] = field(default_factory=OrderedDict)
@@ -99,6 +103,20 @@ class Engine:
         """Grants stop at `now`. Said again, the time runs on; after a fence it begins anew: there is something new."""
         if not self.suspect or self.fenced:
             self.suspect, self.suspect_ns, self.fenced = True, now, False
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it may be granted anything."""
+        return not (self.suspect or self.stalled)
+
+    def standing(self, timelines: Mapping[int, int]) -> tuple[int, ...]:
+        """Attach ids that the oldest fence waits for."""
+        if not self.fences:
+            return ()
+        return tuple(
+            attach for attach, value in self.fences[0].fence.items()
+            if attach in self.attaches and timelines.get(attach, 0) < value
+        )  # fmt: skip
 
 
 @dataclass
@@ -242,9 +260,19 @@ class State:
         if engine is None or engine.epoch != epoch:
             newest = engine.epoch if engine else "none"
             raise StaleEpoch(f"engine {name!r} epoch {epoch} is not registered (newest: {newest}); register again")
+        if engine.stalled:
+            raise self.stands_still(engine)
         if engine.suspect:
             raise Suspect(f"engine {name!r} is suspect since its stream broke; open a new session stream first")
         return engine
+
+    def stands_still(self, engine: Engine) -> Suspect:
+        """Why a stalled engine gets nothing."""
+        ranks = sorted(engine.attaches[attach] for attach in engine.standing(self.timelines))
+        return Suspect(
+            f"rank {', '.join(map(str, ranks))} of engine {engine.name!r} has not moved for "
+            f"{self.limits.stall_after_ns // 1_000_000_000} s while work waits for it; ask again when it has, or end it"
+        )
 
     def any_engine(self, name: str, epoch: int) -> Engine | None:
         """The engine of that epoch whether live, suspect or replaced; None when it is gone."""

@@ -13,12 +13,14 @@ from kvmanager.core.events import (
     EngineGone,
     EngineResumed,
     EngineSuspect,
+    FenceEngine,
     Progress,
     RegisterEngine,
     Tick,
     TimelinesRead,
 )
 from kvmanager.core.spec import Limits
+from kvmanager.core.state import Engine
 from kvmanager.errors import InvalidArgument, Suspect
 from tests.sim.driver import Client, Driver, sharded_group
 from tests.unit.test_core_steps import ROWS, SPAN, picture
@@ -176,3 +178,80 @@ def test_a_replaced_engine_is_suspect_too(driver: Driver, client: Client) -> Non
     wait(driver, FENCE_AFTER_NS)
     assert driver.fenced == [("e", client.epoch)]
     assert driver.node.state.timelines == {}
+
+
+STALL_NS = Limits().stall_after_ns
+
+
+def fenced(driver: Driver, after_ns: int) -> list[FenceEngine]:
+    """What a tick that much later asks for."""
+    driver.now += after_ns
+    effects = driver.node.apply(Tick(), driver.now)
+    return [effect for effect in effects if isinstance(effect, FenceEngine)]
+
+
+def waiting(driver: Driver, client: Client, still: int) -> Engine:
+    """An engine whose rank `still` has not raised its word for two committed spans."""
+    commit_two_spans(client)
+    client.run(but=(still,))
+    engine = driver.node.state.engines["e"]
+    assert engine.fences
+    return engine
+
+
+def test_a_rank_that_stands_still_while_a_fence_waits_is_named_and_asked_for(driver: Driver, client: Client) -> None:
+    engine = waiting(driver, client, 3)
+    assert fenced(driver, STALL_NS - 1) == []
+    assert engine.trusted
+    assert fenced(driver, 1) == []
+    assert (engine.stalled, engine.suspect, engine.suspect_ns) == (True, False, driver.now)
+    refused = driver.apply(client.message())
+    assert isinstance(refused, Suspect)
+    assert "rank 3 of engine 'e' has not moved for 120 s" in str(refused)
+    assert isinstance(driver.apply(EngineResumed("e", client.epoch)), Suspect), "a new stream changes nothing"
+    asked = FenceEngine("e", client.epoch, (client.attaches[3],))
+    assert fenced(driver, FENCE_AFTER_NS) == [asked]
+    assert fenced(driver, FENCE_AFTER_NS) == [], "once"
+    client.run()
+    assert engine.trusted
+    client.step((Progress(1, 2 * SPAN, 2 * SPAN),))
+    driver.leave(client)
+
+
+def test_an_idle_engine_stands_still_for_ever(driver: Driver, client: Client) -> None:
+    commit_two_spans(client)
+    client.run()
+    engine = driver.node.state.engines["e"]
+    assert fenced(driver, 1000 * STALL_NS) == []
+    assert engine.trusted
+    client.step((Progress(1, 2 * SPAN, 2 * SPAN),))
+    assert fenced(driver, STALL_NS * 3 // 4) == [], "what waited for nothing is not held against it"
+    assert engine.trusted
+    driver.leave(client)
+
+
+def test_a_rank_that_moves_on_slowly_does_not_stand_still(driver: Driver, client: Client) -> None:
+    """Three messages are on their way; one is done each time it gets long."""
+    client.open(1, 2 * SPAN)
+    for tokens in (SPAN, SPAN, 2 * SPAN):
+        client.step((Progress(1, 2 * SPAN, tokens),))
+    engine = driver.node.state.engines["e"]
+    names = [dict(entry.fence) for entry in engine.fences]
+    assert len(names) >= 2
+    for fence in names:
+        assert fenced(driver, STALL_NS * 3 // 4) == []
+        assert engine.trusted
+        driver.apply(TimelinesRead(fence))
+    assert not engine.fences
+    driver.leave(client)
+
+
+def test_a_broken_stream_is_asked_for_after_the_rank_that_stood_still(driver: Driver, client: Client) -> None:
+    engine = waiting(driver, client, 0)
+    fenced(driver, STALL_NS)
+    driver.apply(EngineSuspect("e", client.epoch))
+    assert fenced(driver, FENCE_AFTER_NS)[0].stalled == (client.attaches[0],)
+    driver.apply(DetachRank(client.attaches[0]))
+    assert (engine.stalled, engine.suspect) == (False, True)
+    assert fenced(driver, FENCE_AFTER_NS) == [FenceEngine("e", client.epoch)]
+    driver.leave(client)

@@ -95,3 +95,18 @@ def test_an_engine_that_is_gone_is_nobody(killing: Machine) -> None:
     killing.fence.apply(("e", 7), [])
     assert killing.killed == []
     assert killing.fence.holders(("e", 7)) == ""
+
+
+def test_a_rank_that_stands_still_is_ended_alone_also_behind_a_live_stream(killing: Machine) -> None:
+    killing.membership.stream_opened(*ENGINE)
+    assert killing.fence.holders(ENGINE, (11,)) == "pid 101 stands still while work waits for it"
+    killing.fence.apply(ENGINE, [], (11, 99))
+    assert killing.killed == ["rank-1"]
+    assert killing.fence.done(ENGINE) == "kill"
+
+
+def test_a_rank_that_stands_still_in_a_process_of_a_trusted_epoch_is_spared(killing: Machine) -> None:
+    killing.lives["again"] = ProcessLife(101, inherited=False)
+    killing.register(2, "newer", ("again",))
+    killing.fence.apply(ENGINE, [("e", 2)], (11,))
+    assert killing.killed == []
