@@ -103,7 +103,7 @@ class Daemon:
         self._beginning = beginning
         self._fault_in = FaultIn(self._regions.made)
         self._prints = parts.prints
-        self._lives = ClientLives(keeper)
+        self._lives = ClientLives(keeper, self._fail)
         self._exit_code = 0
         self._dead: list[str] = []  # tokens of clients that died while no daemon was there
         self._over = threading.Event()
@@ -302,6 +302,7 @@ class Daemon:
         self._hub.end_all(StaleBoot("the daemon is being replaced; attach again"))
         self._server.stop(grace=1.0).wait()
         self._attach.close()
+        self._lives.close()
         self._loop.stop()
         self._journal.snapshot(self._node)
         self._handoffs.close()
@@ -319,6 +320,7 @@ class Daemon:
         self._hub.end_all()
         self._server.stop(grace=1.0).wait()
         self._attach.close()
+        self._lives.close()
         self._handoffs.close()
         self._mover.close()
         self._loop.stop()

@@ -15,6 +15,7 @@ import importlib
 import io
 import pickle
 import pkgutil
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, Final, get_args
 
 import numpy as np
 
-from kvmanager import allocators, core, errors, geometry, layout, units
+from kvmanager import allocators, core, errors, flatvalues, geometry, hotevents, layout, units
 from kvmanager.core.events import Event
 from kvmanager.core.eviction import POLICIES, Policy
 from kvmanager.core.spec import GroupSpec, Limits
@@ -46,7 +47,7 @@ def _modules(package: ModuleType) -> list[ModuleType]:
 
 
 _STORED_MODULES: Final = (*_modules(core), *_modules(allocators), errors, geometry)
-_CODE_MODULES: Final = (*_STORED_MODULES, layout, units)
+_CODE_MODULES: Final = (*_STORED_MODULES, layout, units, hotevents, flatvalues, sys.modules[__name__])
 
 
 def _classes() -> dict[tuple[str, str], type]:
@@ -125,7 +126,7 @@ def _schema() -> str:
 
 
 def _code() -> str:
-    """Fingerprint of the source of all that decides how an event changes the state."""
+    """Fingerprint of the source of all that decides how an event is written and how it changes the state."""
     digest = hashlib.sha256(_SEED + np.__version__.encode())
     for module in _CODE_MODULES:
         assert module.__file__ is not None
@@ -161,8 +162,11 @@ class Codec:
     def _reduce_fixed(self, part: object) -> tuple[Any, ...]:
         return _fixed, (self._fixed_names[id(part)],)
 
-    def event_bytes(self, event: Event, now: int) -> memoryview:
-        """One event with its time; let go of the view before the next event."""
+    def event_bytes(self, event: Event, now: int) -> bytes | memoryview:
+        """One event with its time; let go of a view before the next event."""
+        packed = hotevents.pack(event, now)
+        if packed is not None:
+            return packed
         buffer = self._buffer
         buffer.seek(0)
         buffer.truncate()
@@ -195,6 +199,8 @@ class Codec:
 
     def event(self, stored: bytes | memoryview) -> tuple[int, Event]:
         """(now, event). Raises InvariantViolation for bytes that name something else than the core's classes."""
+        if hotevents.is_packed(stored):
+            return hotevents.unpack(stored)
         parts = self._read(stored)
         return parts[0], _EVENTS[parts[1]].unpack(parts[2:])
 

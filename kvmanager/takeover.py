@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -176,11 +178,20 @@ def _names(token: str) -> tuple[str, str]:
 
 
 class ClientLives:
-    """Deposits what tells of the life of clients that may hold something; the attach server's thread alone uses it."""
+    """Deposits what tells of the life of clients that may hold something; the attach server's thread alone uses it.
 
-    def __init__(self, keeper: Keeping | None) -> None:
+    What a dead client had there is let go of by a thread of its own: the pages of its neighbours do not wait for that.
+    A daemon that dies before leaves it to its successor, which asks for no such client.
+    """
+
+    def __init__(self, keeper: Keeping | None, on_failure: Callable[[Exception], None]) -> None:
+        """`on_failure(error)`: the keeper refused to let go, or is gone where it must not be."""
         self._keeper = keeper
+        self._on_failure = on_failure
         self._kept: dict[str, list[str]] = {}
+        self._over: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._forget, name="lives", daemon=True)
+        self._thread.start()
 
     def begin(self, identity: ClientIdentity) -> None:
         """Before the client gets its token; nothing for one that is known. Raises DaemonError of the keeper."""
@@ -201,5 +212,18 @@ class ClientLives:
     def end(self, token: str) -> None:
         """The client is gone."""
         for name in self._kept.pop(token, ()):
-            assert self._keeper is not None
-            self._keeper.forget(name)
+            self._over.put(name)
+
+    def close(self) -> None:
+        """Returns when all that `end` was told is let go of."""
+        self._over.put(None)
+        self._thread.join()
+
+    def _forget(self) -> None:
+        try:
+            while (name := self._over.get()) is not None:
+                assert self._keeper is not None, "what was deposited lies with a keeper"
+                self._keeper.forget(name)
+        except Exception as error:
+            _log.exception("what told of a client's life is not let go of")
+            self._on_failure(error)

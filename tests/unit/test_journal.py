@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from kvmanager import journal
+from kvmanager import hotevents, journal
 from kvmanager.core import digest
 from kvmanager.core.digest import state_digest
 from kvmanager.core.events import (
@@ -229,6 +230,29 @@ def test_every_kind_of_event_comes_back_equal() -> None:
     assert (str(same.error), same.outcome) == ("full", CopyOutcome.FAILED)
     check = CheckTicket("t", Client(Driver(SPECS), "p").driver.pool("p/hbm").spaces["kv"].generation)
     assert (codec.event(codec.event_bytes(check, 1))[1].generations == check.generations).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_and_timelines_come_back_equal(seed: int) -> None:
+    """Also those with numbers or names that the packed form has no room for."""
+    rng = random.Random(seed)
+    codec = Codec(SPECS, DEFAULT_LIMITS)
+    packed = 0
+    for _ in range(50):
+        most = rng.choice((5, 2**32, 2**64 - 1, 2**64))
+        numbers = [rng.choice((0, most, rng.randint(0, most))) for _ in range(40)]
+        pairs = dict(zip(rng.sample(numbers, rng.randint(0, 16)), numbers, strict=False))
+        rows = tuple(
+            Progress(*rng.sample(numbers, 4), rng.randbytes(rng.choice((0, 16, 3200))))
+            for _ in range(rng.randint(0, 4))
+        )
+        name = rng.choice(("", "e", "engine/\u00fc", "\u4e2d" * 200))
+        for event in (Step(name, *rng.sample(numbers, 3), pairs, rows), TimelinesRead(pairs)):
+            stored = bytes(codec.event_bytes(event, seed))
+            now, same = codec.event(stored)
+            assert (now, same) == (seed, event), f"seed {seed}"
+            packed += hotevents.is_packed(stored)
+    assert 20 < packed < 100
 
 
 def test_nothing_but_the_cores_classes_is_read() -> None:
