@@ -39,9 +39,18 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="the figures that need a GPU instead")
     parser.add_argument("suites", nargs="*", metavar="SUITE", help="only these, instead of all")
     options = parser.parse_args()
-    result = _on_gpu(options.suites) if options.gpu else _measured(_chosen(SUITES, options.suites))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    figures: list[dict[str, object]] = []
+    result: object = figures
+    suites = SUITES
+    if options.gpu:
+        machine, suites = _on_gpu()
+        result = {"machine": machine, "figures": figures}
+    chosen = _chosen(suites, options.suites)
+    try:
+        _measure(chosen, figures)
+    finally:  # what was measured before an error is kept
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
@@ -54,17 +63,16 @@ def _chosen(
     return [suites[name] for name in names]
 
 
-def _measured(suites: Iterable[Callable[[], Iterator[Figure]]]) -> list[dict[str, object]]:
-    figures = []
+def _measure(suites: Iterable[Callable[[], Iterator[Figure]]], figures: list[dict[str, object]]) -> None:
+    """Appends each figure as it comes."""
     for suite in suites:
         for figure in suite():
             print(figure.line(), flush=True)
             figures.append(figure.as_dict())
-    return figures
 
 
-def _on_gpu(names: Iterable[str]) -> dict[str, object]:
-    """Imported late: the other figures need no torch. The machine is part of the result."""
+def _on_gpu() -> tuple[dict[str, str], dict[str, Callable[[], Iterator[Figure]]]]:
+    """The machine and the suites. Imported late: the other figures need no torch."""
     from tests.bench import gpu_copies, gpu_figures, gpu_hisparse
 
     suites = {
@@ -73,7 +81,7 @@ def _on_gpu(names: Iterable[str]) -> dict[str, object]:
         "codec": gpu_figures.figures,
         "hisparse": gpu_hisparse.figures,
     }
-    return {"machine": gpu_figures.machine(), "figures": _measured(_chosen(suites, names))}
+    return gpu_figures.machine(), suites
 
 
 if __name__ == "__main__":

@@ -48,18 +48,14 @@ TOPK = 2048
 SETS = 6
 ROUNDS = 12
 GB = 1e9
-GATHERS = [
-    *(
-        Launch(gather, blocks, warps)
-        for gather in (Gather.LINES, Gather.WARPS)
-        for blocks, warps in ((1, 8), (2, 8), (4, 8))
-    ),
-    *(Launch(Gather.BULK, blocks, warps) for blocks, warps in ((1, 4), (2, 4), (4, 2))),
-]
+GATHERS = [Launch(gather, blocks, 8) for gather in (Gather.LINES, Gather.WARPS) for blocks in (1, 2, 4)]
 RIVAL_GATHERS = [
-    *(Launch(gather, blocks, 8) for gather in (Gather.ROWS, Gather.WARPS, Gather.LINES) for blocks in (1, 2, 4, 8)),
-    *(Launch(Gather.BULK, blocks, 4) for blocks in (2, 4)),
+    Launch(gather, blocks, 8) for gather in (Gather.ROWS, Gather.WARPS, Gather.LINES) for blocks in (1, 2, 4, 8)
 ]
+BULK_GATHERS = [Launch(Gather.BULK, blocks, warps) for blocks, warps in ((1, 4), (2, 4), (4, 2))]
+GROUPED_ROW = RowPieces(1, GROUP_ROW)
+LAYERED_ROW = RowPieces(LAYERS, ROW, LAYER_POOL_PAGES * LAYER_PAGE, ROW)
+REQUESTS = (1, 2, 4, 8, 16, 64)
 
 
 class HostPool:
@@ -110,9 +106,10 @@ def figures() -> Iterator[Figure]:
         for part in (swap_in_figures, resolve_figures, step_figures):
             yield from part(pool, copy_rate)
             print(f"  {part.__name__} done at {time.perf_counter() - began:.0f} s", flush=True)
+        yield from hit_rate_figures()
+        yield from bulk_figures(pool)  # last: an error in it ends this process's use of the GPU
     finally:
         pool.close()
-    yield from hit_rate_figures()
     print(f"  hisparse done in {time.perf_counter() - began:.0f} s", flush=True)
 
 
@@ -144,44 +141,68 @@ def _missing(requests: int, rows: int, rng: np.random.Generator) -> _Rows:
     return _Rows(Resolution(none, first, target, count), Resolution(none, second, target, count))
 
 
-def _median(clock: GpuClock, swap: SwapIn, lists: Sequence[Resolution], row: RowPieces) -> float:
-    swap.copy(lists[0], row)  # loads the kernel
-    return statistics.median(clock.seconds([lambda plan=plan: swap.copy(plan, row) for plan in lists]))  # type: ignore[misc]
+class Swaps:
+    """Kernels by launch, into one target, for rows of one kind."""
+
+    def __init__(self, pool: HostPool, launches: list[Launch], row: RowPieces) -> None:
+        self._clock, self._row = pool.clock, row
+        self._target = torch.empty(max(REQUESTS) * TOPK * GROUP_ROW, dtype=torch.uint8, device="cuda")
+        self._swaps = {how: SwapIn(pool.address, self._target.data_ptr(), how) for how in launches}
+
+    def seconds(self, lists: Sequence[Resolution]) -> dict[Launch, float]:
+        """The median over the lists, of each kernel."""
+        return {how: self._median(swap, lists) for how, swap in self._swaps.items()}
+
+    def _median(self, swap: SwapIn, lists: Sequence[Resolution]) -> float:
+        swap.copy(lists[0], self._row)  # loads the kernel
+        times = self._clock.seconds([lambda plan=plan: swap.copy(plan, self._row) for plan in lists])  # type: ignore[misc]
+        return statistics.median(times)
 
 
 def swap_in_figures(pool: HostPool, copy_rate: float) -> Iterator[Figure]:
     """Share-group rows against one launch over four layers of a layer-outermost pool; each side's best kernel."""
     rng = np.random.default_rng(1)
-    target = torch.empty(64 * TOPK * GROUP_ROW, dtype=torch.uint8, device="cuda")
-    grouped_row = RowPieces(1, GROUP_ROW)
-    layered_row = RowPieces(LAYERS, ROW, LAYER_POOL_PAGES * LAYER_PAGE, ROW)
-    ours = {how: SwapIn(pool.address, target.data_ptr(), how) for how in GATHERS}
-    rival = {how: SwapIn(pool.address, target.data_ptr(), how) for how in RIVAL_GATHERS}
+    ours, rival = Swaps(pool, GATHERS, GROUPED_ROW), Swaps(pool, RIVAL_GATHERS, LAYERED_ROW)
     for rows in (TOPK // 10, TOPK):
-        for requests in (1, 2, 4, 8, 16, 64):
+        for requests in REQUESTS:
             sets = [_missing(requests, rows, rng) for _ in range(SETS)]
-            mine = {
-                how: _median(pool.clock, swap, [s.grouped for s in sets], grouped_row) for how, swap in ours.items()
-            }
-            theirs = {
-                how: _median(pool.clock, swap, [s.layered for s in sets], layered_row) for how, swap in rival.items()
-            }
+            mine, theirs = ours.seconds([s.grouped for s in sets]), rival.seconds([s.layered for s in sets])
             rate = requests * rows * GROUP_ROW / GB
-            print("  by kernel, GB/s: " + ", ".join(f"{_name(how)} {rate / s:.1f}" for how, s in mine.items()))
-            print("  rival's:         " + ", ".join(f"{_name(how)} {rate / s:.1f}" for how, s in theirs.items()))
-            best, other = min(mine.values()), min(theirs.values())
+            _tell("ours", rate, mine)
+            _tell("rival's", rate, theirs)
+            other = min(theirs.values())
             what = f"gpu: swap-in {requests} x {rows} rows"
-            for kind in Gather:
-                kinds = [seconds for how, seconds in mine.items() if how.gather is kind]
-                if kinds:
-                    least = min(kinds)
-                    yield Figure(f"{what}, by {kind.value}", rate / least, "GB/s", "the rival's best", other / least)
-            yield Figure(f"{what}, best kernel", best * 1e6, "us", "layer-outermost, one launch", best / other)
-            if DEFAULT_LAUNCH in mine:
-                default = mine[DEFAULT_LAUNCH]
-                yield Figure(f"{what}, default kernel", default * 1e6, "us", "the rival's best kernel", default / other)
-                share = rate * GB / default / copy_rate
-                yield Figure(f"{what}, default kernel", rate / default, "GB/s", "a large copy", share)
+            rival_us = "us", "layer-outermost, its best"
+            rival_rate = "GB/s", "layer-outermost, its best"
+            for name, seconds in (("best", min(mine.values())), ("default", mine[DEFAULT_LAUNCH])):
+                yield Figure(f"{what}, {name} kernel", seconds * 1e6, *rival_us, seconds / other)
+                yield Figure(f"{what}, {name} kernel", rate / seconds, *rival_rate, other / seconds)
+            default = rate / mine[DEFAULT_LAUNCH]
+            yield Figure(f"{what}, default kernel", default, "GB/s", "a large copy", default * GB / copy_rate)
+
+
+def bulk_figures(pool: HostPool) -> Iterator[Figure]:
+    """The bulk-copy engine in place of loads, with both layouts."""
+    rng = np.random.default_rng(3)
+    loads = Swaps(pool, [DEFAULT_LAUNCH], GROUPED_ROW)
+    bulk, rival = Swaps(pool, BULK_GATHERS, GROUPED_ROW), Swaps(pool, BULK_GATHERS, LAYERED_ROW)
+    for rows in (TOPK // 10, TOPK):
+        for requests in REQUESTS:
+            sets = [_missing(requests, rows, rng) for _ in range(SETS)]
+            grouped, layered = [s.grouped for s in sets], [s.layered for s in sets]
+            base, mine, theirs = loads.seconds(grouped), bulk.seconds(grouped), rival.seconds(layered)
+            rate = requests * rows * GROUP_ROW / GB
+            _tell("bulk", rate, mine)
+            _tell("rival's bulk", rate, theirs)
+            usual, best, other = base[DEFAULT_LAUNCH], min(mine.values()), min(theirs.values())
+            what = f"gpu: swap-in {requests} x {rows} rows by the bulk engine"
+            yield Figure(what, best * 1e6, "us", "the default kernel", best / usual)
+            yield Figure(f"{what}, layer-outermost", other * 1e6, "us", "share-group rows, default", other / usual)
+
+
+def _tell(whose: str, gigabytes: float, seconds: dict[Launch, float]) -> None:
+    rates = ", ".join(f"{_name(how)} {gigabytes / s:.1f}" for how, s in seconds.items())
+    print(f"  {whose}, GB/s: {rates}", flush=True)
 
 
 def _name(how: Launch) -> str:

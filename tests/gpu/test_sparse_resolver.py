@@ -26,9 +26,9 @@ TINY = SparseShape(3, 2, 6, page_rows=4, hot_rows=14, most_pages=14, device_page
 ODD = SparseShape(2, 3, 37, page_rows=8, hot_rows=130, most_pages=40, device_pages=120, host_pages=60)
 TRUE = SparseShape(2, 4, 2048, page_rows=64, hot_rows=10240, most_pages=300, device_pages=1000, host_pages=500)
 NO_DRAFTS = SparseShape(4, 1, 2048, page_rows=64, hot_rows=4096, most_pages=200, device_pages=1200, host_pages=600)
-LAUNCHES = [
-    Launch(Gather.LINES, 2, 8), Launch(Gather.WARPS, 1, 4), Launch(Gather.ROWS, 1, 8), Launch(Gather.BULK, 1, 4),
-]  # fmt: skip
+LAUNCHES = [Launch(Gather.LINES, 2, 8), Launch(Gather.WARPS, 1, 4), Launch(Gather.ROWS, 1, 8)]
+BULK = Launch(Gather.BULK, 1, 4)
+"""Tested last: an error in it would end the process's use of the GPU, and every later test with it."""
 UNTOUCHED = -999
 
 
@@ -143,6 +143,10 @@ def test_kernels_do_what_the_reference_does(shape: SparseShape, steps: int, reac
 @pytest.mark.parametrize(("shape", "steps"), [(ODD, 40), (TRUE, 6)], ids=["odd", "true"])
 def test_a_graph_follows_the_tables(shape: SparseShape, steps: int, how: Launch) -> None:
     """Captured once for each group; then tables, hot buffers and top-k change under it."""
+    _replay(shape, steps, how)
+
+
+def _replay(shape: SparseShape, steps: int, how: Launch) -> None:
     pair = Pair(12, shape, [how])
     for group in range(len(pair.places)):
         topk = pair.change(0.5)
@@ -181,7 +185,7 @@ BIG_DEVICE_PAGES = 1_700
 BIG = SparseShape(2, 4, 2048, 64, 10240, most_pages=300, device_pages=BIG_DEVICE_PAGES, host_pages=BIG_HOST_PAGES)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def big_host() -> Iterator[tuple[np.ndarray, PinnedMemory]]:
     """8.7 GB in which every 8 bytes hold their own place."""
     memory = host_array(BIG_HOST_PAGES * GLM53.slab_bytes(64))
@@ -201,9 +205,21 @@ def big_host() -> Iterator[tuple[np.ndarray, PinnedMemory]]:
 
 def test_true_rows_beyond_four_gib(big_host: tuple[np.ndarray, PinnedMemory]) -> None:
     """Host pages, hot slabs and resident pages on both sides of 2**31 and 2**32 bytes."""
+    _true_rows(big_host[1], LAUNCHES)
+
+
+@pytest.mark.parametrize(("shape", "steps"), [(ODD, 40), (TRUE, 6)], ids=["odd", "true"])
+def test_the_bulk_engine_in_a_graph(shape: SparseShape, steps: int) -> None:
+    _replay(shape, steps, BULK)
+
+
+def test_the_bulk_engine_with_true_rows(big_host: tuple[np.ndarray, PinnedMemory]) -> None:
+    _true_rows(big_host[1], [BULK])
+
+
+def _true_rows(pinned: PinnedMemory, launches: list[Launch]) -> None:
     seed = 14
     print(f"seed {seed}")
-    _, pinned = big_host
     rng = np.random.default_rng(seed)
     groups = places(GLM53, 64)
     reference, gpu = ReferenceResolver(BIG, groups), GpuResolver(BIG, groups)
@@ -221,7 +237,7 @@ def test_true_rows_beyond_four_gib(big_host: tuple[np.ndarray, PinnedMemory]) ->
         tables.pages[request]["device"] = np.where(np.arange(300) < 60, slabs[320 + np.arange(300)], -1)
     upload(tables, gpu)
     result = gpu.resolution()
-    swaps = [SwapIn(pinned.device_address(), device.data_ptr(), how) for how in LAUNCHES]
+    swaps = [SwapIn(pinned.device_address(), device.data_ptr(), how) for how in launches]
     for step, group in enumerate((0, 3, 21, 12, 3, 12)):
         topk = np.stack([[rng.permutation(300 * 64)[:2048] for _ in range(4)] for _ in range(2)]).astype(np.int32)
         poison(result)
