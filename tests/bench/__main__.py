@@ -73,13 +73,14 @@ def _measure(suites: Iterable[Callable[[], Iterator[Figure]]], figures: list[dic
 
 def _on_gpu() -> tuple[dict[str, str], dict[str, Callable[[], Iterator[Figure]]]]:
     """The machine and the suites. Imported late: the other figures need no torch."""
-    from tests.bench import gpu_copies, gpu_figures, gpu_hisparse
+    from tests.bench import gpu_copies, gpu_figures, gpu_hisparse, gpu_kernels
 
     suites = {
         "copies": gpu_copies.figures,
         "loop": gpu_copies.beside_a_loop,
         "codec": gpu_figures.figures,
         "hisparse": gpu_hisparse.figures,
+        "kernels": gpu_kernels.figures,
     }
     return gpu_figures.machine(), suites
 

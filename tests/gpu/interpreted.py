@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended where it matters here: its own conversions to and from short floats do not round right."""
+"""Triton's interpreter, mended where it matters here: its own conversions of short floats do not round right."""
 
 from __future__ import annotations
 

@@ -7,8 +7,23 @@ import torch
 pytest.importorskip("triton")
 
 from glm_support import (
-    DEVICE, FAR_PAGE, LAYERS, LEADER, SCALE, Request, attention, check_attention, generator, latent, poisoned,
-    poisoned_outputs, random_rows, region_of, rows_of, shuffled_pages, table_of,
+    DEVICE,
+    FAR_PAGE,
+    LAYERS,
+    LEADER,
+    SCALE,
+    Request,
+    attention,
+    check_attention,
+    generator,
+    latent,
+    poisoned,
+    poisoned_outputs,
+    random_rows,
+    region_of,
+    rows_of,
+    shuffled_pages,
+    table_of,
 )  # fmt: skip
 
 from kvmanager.clients.glm.gpu.pages import device_pages, row_references

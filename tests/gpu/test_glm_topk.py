@@ -23,6 +23,7 @@ def _few_values(random: torch.Generator, shape: tuple[int, int]) -> torch.Tensor
 
 
 def _one_value(random: torch.Generator, shape: tuple[int, int]) -> torch.Tensor:
+    del random
     return torch.full(shape, 0.25, device="cuda")
 
 
@@ -71,9 +72,7 @@ def _check(scores: torch.Tensor, lengths: list[int], k: int) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "values", [_normal, _few_values, _one_value, _mostly_zero, _close, _masked, _all_negative]
-)
+@pytest.mark.parametrize("values", [_normal, _few_values, _one_value, _mostly_zero, _close, _masked, _all_negative])
 def test_choices(values: Callable[[torch.Generator, tuple[int, int]], torch.Tensor]) -> None:
     print(f"seed {SEED}")
     lengths = [0, 1, 5, K - 1, K, K + 1, 2 * K + 3, 10_000, 16_383, 16_384, 20_001, 30_000]
@@ -94,7 +93,9 @@ def test_other_k(k: int) -> None:
 def test_long_rows(length: int) -> None:
     """Also with a value so frequent that nearly all positions are kept for the last step."""
     random = torch.Generator("cuda").manual_seed(SEED)
-    scores = torch.cat([_normal(random, (6, length)), _mostly_zero(random, (1, length)), _one_value(random, (1, length))])
+    scores = torch.cat(
+        [_normal(random, (6, length)), _mostly_zero(random, (1, length)), _one_value(random, (1, length))]
+    )
     scores[-2] = scores[-2].masked_fill(torch.rand(length, generator=random, device="cuda") < 0.99, 0.0)
     _check(scores, [length, length - 1, length - 3, 140_000, 100, 4_096, length, length], K)
 

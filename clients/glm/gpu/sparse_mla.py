@@ -72,7 +72,7 @@ def _group(row, scale, used, GROUP: tl.constexpr, MATRIX: tl.constexpr):
     """128 values of each row, dequantised exactly: e4m3 times a power of two fits in bfloat16."""
     values = row[:, None] + (GROUP * 128 + tl.arange(0, 128))[None, :]
     factor = tl.load(scale + GROUP, mask=used, other=0.0)
-    if MATRIX == tl.bfloat16:
+    if tl.bfloat16 == MATRIX:
         codes = tl.load(values, mask=used[:, None], other=0)
         parts = tl.inline_asm_elementwise(
             _E4M3_TO_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
@@ -88,9 +88,10 @@ def _store(target, acc, norm):
     tl.store(target, (acc * norm[:, None]).to(target.dtype.element_ty))
 
 
-@triton.jit
+# Not compiled anew for each number of parts, nor for where the hot buffer lies.
+@triton.jit(do_not_specialize=["splits"])
 def _attend(
-    q, references, counts, resident, out, lse, hot_delta, row_offset, reference_stride, scale, splits,
+    q, references, counts, resident, out, lse, hot_delta: tl.int64, row_offset, reference_stride, scale, splits,
     TILE: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0).to(tl.int64)
@@ -158,7 +159,7 @@ def _attend(
     tl.store(lse + part * 64 + heads, sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _merge(outs, lses, out, lse, parts, out_part, out_query, lse_part, lse_query, PARTS: tl.constexpr):
     """One head of one query: weights from the parts' log-sum-exps, then their weighted sum, part by part."""
     query = tl.program_id(0).to(tl.int64)
@@ -179,6 +180,11 @@ def _merge(outs, lses, out, lse, parts, out_part, out_query, lse_part, lse_query
         acc += weight * value
     tl.store(out + (query * 64 + head) * 512 + dims, acc.to(out.dtype.element_ty))
     tl.store(lse + query * 64 + head, tl.where(some, point + tl.log(tl.where(some, total, 1.0)), float("-inf")))
+
+
+def splits_for(queries: int, processors: int) -> int:
+    """Parts a query, so that a few queries still give each of the GPU's multiprocessors a block."""
+    return max(1, min(16, processors // max(1, queries)))
 
 
 def attend_parts(
@@ -223,10 +229,10 @@ def attend_parts(
 
 
 def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
-    """One result from parts of a softmax: `outs` float[T, S, 64, 512], `lses` float32[T, S, 64], in any strides of T and S.
+    """One result from parts of a softmax: `outs` float[T, S, 64, 512], `lses` float32[T, S, 64].
 
-    `out` float[T, 64, 512], `lse` float32[T, 64]. Parts are splits of a query's rows or shards of several ranks. A
-    part with lse -inf weighs nothing; if all do, the result is 0 and -inf.
+    T and S may have any strides. `out` float[T, 64, 512], `lse` float32[T, 64]. Parts are splits of a query's rows or
+    shards of several ranks. A part with lse -inf weighs nothing; if all do, the result is 0 and -inf.
     """
     queries, parts = lses.shape[:2]
     assert outs.shape == (queries, parts, HEADS, LATENT)

@@ -47,9 +47,9 @@ __device__ void find_bin(const unsigned *bins, int width, int k, unsigned *sums,
 }
 
 extern "C" __global__ void __launch_bounds__(512) histogram(
-    const float *scores, long long stride, const int *lengths, int k, int chunk, unsigned *bins) {
+    const float *scores, long long stride, const int *lengths, int k, int chunks, int chunk, unsigned *bins) {
     __shared__ unsigned own[BINS];
-    const int row = blockIdx.y, length = lengths[row], first = blockIdx.x * chunk;
+    const int row = blockIdx.x / chunks, length = lengths[row], first = blockIdx.x % chunks * chunk;
     const int last = min(first + chunk, length);
     if (length <= k || first >= last) return;
     for (int i = threadIdx.x; i < BINS; i += blockDim.x) own[i] = 0;
@@ -85,16 +85,17 @@ extern "C" __global__ void __launch_bounds__(256) collect(
     int *kept, int *kept_counts) {
     __shared__ unsigned sums[256];
     __shared__ int found[2];
-    const int row = blockIdx.y, length = lengths[row], lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int blocks = (segments + 7) / 8, row = blockIdx.x / blocks, block = blockIdx.x % blocks;
+    const int length = lengths[row], lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     if (length <= k) return;
-    if (blockIdx.x * 8 * segment >= length) {
-        if (threadIdx.x < 8 && blockIdx.x * 8 + threadIdx.x < segments)
-            kept_counts[(long long)row * segments + blockIdx.x * 8 + threadIdx.x] = 0;
+    if (block * 8 * segment >= length) {
+        if (threadIdx.x < 8 && block * 8 + threadIdx.x < segments)
+            kept_counts[(long long)row * segments + block * 8 + threadIdx.x] = 0;
         return;
     }
     find_bin(bins + (long long)row * BINS, BINS, k, sums, found);
     const unsigned least = (unsigned)found[0] << LOW;
-    const int mine = blockIdx.x * 8 + warp;
+    const int mine = block * 8 + warp;
     if (mine >= segments) return;
     const int first = mine * segment, last = min(first + segment, length);
     const float *line = scores + row * stride;
