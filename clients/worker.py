@@ -18,11 +18,12 @@ from kvmanager.clients.rankmemory import Memory, RankMemory, map_rank
 from kvmanager.errors import KVError, TransferFailed
 from kvmanager.killpoints import reach
 from kvmanager.layout import KVLayout
+from kvmanager.planwire import plan_from_proto
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.executor import Outcome, RegionMap
-from kvmanager.wire import error_from_rpc, layout_from_proto, pack_u64, plan_from_proto, region_from_proto
+from kvmanager.wire import error_from_rpc, layout_from_proto, pack_u64, region_from_proto
 
 
 @dataclass(frozen=True)

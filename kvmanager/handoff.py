@@ -24,8 +24,9 @@ from kvmanager.errors import Draining, KVError, LayoutMismatch, PeerUnreachable,
 from kvmanager.geometry import Int64Array
 from kvmanager.movers import Mover
 from kvmanager.peers import Peers
+from kvmanager.planwire import ring_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_chunks
+from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.wire import layout_from_proto, unpack_u32, unpack_u64
 
 ACCEPT_DEADLINE_S = 30.0
@@ -178,18 +179,16 @@ class Handoffs:
         staging = Staging.of(self._staging_bytes, self._chunk_bytes, layout.page_bytes)
         addresses = [rank.base_address for rank in sorted(accepted.ranks, key=lambda r: r.rank)]
         with self._slots:  # pulls take turns in the ring
-            chunks = build_chunks(
+            ring = build_pull(
                 effect.plan_id, layout, _source_spans(accepted), addresses, targets, staging, self._next_slot
             )
-            self._next_slot = (self._next_slot + len(chunks)) % staging.slots
-        return pb.Pull(
-            pull_id=effect.plan_id,
-            agent_name=accepted.agent_name,
-            agent_metadata=accepted.agent_metadata,
-            peer_incarnation=accepted.mover_incarnation,
-            chunks=chunks,
-            deadline_ns=effect.deadline_ns,
-        )
+            self._next_slot = (self._next_slot + ring.chunks) % staging.slots
+        pull = ring_to_proto(ring)
+        pull.agent_name = accepted.agent_name
+        pull.agent_metadata = accepted.agent_metadata
+        pull.peer_incarnation = accepted.mover_incarnation
+        pull.deadline_ns = effect.deadline_ns
+        return pull
 
     def _release_quietly(self, ticket: TicketInfo) -> None:
         """Gives the source its pages back; if that fails, the lease runs out there by itself."""

@@ -22,6 +22,8 @@ from kvmanager.errors import InvalidArgument
 
 LATENT_ROW_BYTES: Final = 656
 """fp8_ds_mla row: 512 e4m3 values, 4 float32 scales (one per 128 values), 64 bfloat16 rope values."""
+LATENT_BF16_ROW_BYTES: Final = 1_152
+"""bf16 row: 512 latent and 64 rope values, two bytes each."""
 INDEX_VALUE_BYTES: Final = 128
 """Indexer key: 128 e4m3 values."""
 INDEX_SCALE_BYTES: Final = 4
@@ -105,8 +107,10 @@ def glm_share_groups(layers: int, freq: int = 4, offset: int = 3) -> tuple[tuple
 
 
 GLM53: Final = KVFormat("glm-5.3-fp8_ds_mla", glm_share_groups(78))
+GLM53_BF16: Final = KVFormat("glm-5.3-bf16", glm_share_groups(78), latent_row_bytes=LATENT_BF16_ROW_BYTES)
+"""Latents as bfloat16; the indexer's rows are fp8 all the same. No copy plan leads from one format to another."""
 GLM53_TINY: Final = KVFormat("glm-5.3-tiny-fp8_ds_mla", glm_share_groups(6))
-FORMATS: Final = {format_.name: format_ for format_ in (GLM53, GLM53_TINY)}
+FORMATS: Final = {format_.name: format_ for format_ in (GLM53, GLM53_BF16, GLM53_TINY)}
 
 
 @dataclass(frozen=True, slots=True)

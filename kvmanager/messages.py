@@ -28,9 +28,10 @@ from kvmanager.core.events import (
     TurnEnded,
 )
 from kvmanager.errors import InvalidArgument
+from kvmanager.planwire import plan_to_proto
 from kvmanager.probe import check_probe
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.wire import NO_PAGE, error_to_proto, pack_u32, pack_u64, plan_to_proto, unpack_u32, unpack_u64
+from kvmanager.wire import NO_PAGE, error_to_proto, pack_u32, pack_u64, unpack_u32, unpack_u64
 
 _STATES = {
     "runnable": pb.OpenReply.RUNNABLE,

@@ -34,6 +34,7 @@ from kvmanager.lockfile import holder
 from kvmanager.moverendpoint import MoverEndpoint
 from kvmanager.moverlink import mover_socket
 from kvmanager.movermemory import MoverMemory
+from kvmanager.planwire import plan_from_proto, ring_from_proto
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import KEEPER_LOCK, make_private_dir
 from kvmanager.transport.cpu import CpuExecutor
@@ -41,15 +42,13 @@ from kvmanager.transport.cuda import CudaExecutor
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.nixl import NixlReader, UcxSettings, agent_name
 from kvmanager.transport.pacing import LinkRates, Pacer
-from kvmanager.transport.pull_pipeline import PullChunk, PullPipeline, PullRequest
+from kvmanager.transport.pull_pipeline import PullPipeline, PullRequest
 from kvmanager.units import SECOND_NS
 from kvmanager.wire import (
     RegionKind,
     error_to_proto,
     pack_u64,
-    plan_from_proto,
     region_from_proto,
-    unpack_u64,
 )
 
 STOP_S: Final = 3.0
@@ -284,16 +283,8 @@ def _completion_to_proto(completion: Completion) -> pb.Completion:
 def _pull_from_proto(message: pb.Pull) -> PullRequest:
     if not message.agent_name.endswith(agent_name("", message.peer_incarnation)):
         raise InvalidArgument(f"agent {message.agent_name!r} is not of incarnation {message.peer_incarnation:016x}")
-    chunks = tuple(
-        PullChunk(
-            unpack_u64(chunk.remote_addresses, "PullChunk.remote_addresses"),
-            unpack_u64(chunk.staging_offsets, "PullChunk.staging_offsets"),
-            unpack_u64(chunk.lengths, "PullChunk.lengths"),
-            plan_from_proto(chunk.placement),
-        )
-        for chunk in message.chunks
-    )
-    return PullRequest(message.pull_id, message.agent_name, message.agent_metadata, chunks, message.deadline_ns)
+    ring = ring_from_proto(message)
+    return PullRequest(message.pull_id, message.agent_name, message.agent_metadata, ring, message.deadline_ns)
 
 
 def main(arguments: list[str] | None = None) -> int:

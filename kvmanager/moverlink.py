@@ -30,9 +30,10 @@ from google.protobuf.message import DecodeError
 from kvmanager.core.plans import CopyPlan, Urgency
 from kvmanager.errors import InvalidArgument, KVError, PeerUnreachable
 from kvmanager.framing import FrameReader, FrameWriter
+from kvmanager.planwire import plan_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.transport.pacing import NO_LIMITS, LinkRates
-from kvmanager.wire import RegionInfo, plan_to_proto, region_to_proto
+from kvmanager.wire import RegionInfo, region_to_proto
 
 _CONNECT_S: Final = 5.0
 

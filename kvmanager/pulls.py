@@ -1,4 +1,4 @@
-"""From two page tables to a pull: bounded chunks of reads into staging, and the copies out of it. Pure."""
+"""From two page tables to a pull: which pages of the source are read, and where their rows go. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmanager.core.events import PullTarget
-from kvmanager.core.plans import CopyPlan, Purpose, Rows, StridedCopies, copy_rows
+from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
+from kvmanager.core.spanplans import SpanRun, copy_spans
 from kvmanager.errors import LayoutMismatch
 from kvmanager.geometry import Int64Array, TokenOrder
 from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import KVLayout
-from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.wire import pack_u64, plan_to_proto
+from kvmanager.transport.ring import RingPull
 
 
 @dataclass(frozen=True)
@@ -30,37 +31,27 @@ class SourceSpans:
     interleave: Int64Array
     pages: Int64Array
 
-    @property
-    def first_pages(self) -> Int64Array:
-        """Index of each span's first entry in `pages`."""
-        widths = self.segments // self.ranks
-        return np.concatenate(([0], np.cumsum(widths)[:-1])).astype(np.int64)
+    def runs(self, page_rows: int) -> list[SpanRun]:
+        """Spans that follow each other in one order together. Raises LayoutMismatch for uneven arrays.
 
-
-@dataclass(frozen=True)
-class SourceRows:
-    """Where source rows lie, one entry a position: ordinal (span page, counted over all spans), rank, page, slot."""
-
-    ordinal: Int64Array
-    rank: Int64Array
-    page: Int64Array
-    slot: Int64Array
-
-
-def locate(spans: SourceSpans, page_rows: int, positions: Int64Array) -> SourceRows:
-    """Where positions lie in the source. Raises LayoutMismatch for a position that no span covers."""
-    span = np.searchsorted(spans.first_tokens, positions, side="right") - 1
-    offset = positions - spans.first_tokens[span]
-    if len(positions) and ((span < 0).any() or (offset >= spans.segments[span] * page_rows).any()):
-        raise LayoutMismatch(f"position {int(positions[-1])} is in none of the {len(spans.first_tokens)} source spans")
-    page_of_span = np.zeros(len(positions), np.int64)
-    slot = np.zeros(len(positions), np.int64)
-    for segments, interleave in {(int(m), int(i)) for m, i in zip(spans.segments, spans.interleave, strict=True)}:
-        mine = (spans.segments[span] == segments) & (spans.interleave[span] == interleave)
-        page_of_span[mine], slot[mine] = TokenOrder(segments, interleave).place(offset[mine])
-    before = np.concatenate(([0], np.cumsum(spans.segments)[:-1])).astype(np.int64)
-    entry = spans.first_pages[span] + page_of_span // spans.ranks
-    return SourceRows(before[span] + page_of_span, page_of_span % spans.ranks, spans.pages[entry], slot)
+        Regions are the ranks' numbers.
+        """
+        if (self.segments % self.ranks).any() or int(self.segments.sum()) != len(self.pages) * self.ranks:
+            raise LayoutMismatch(
+                f"source spans of {int(self.segments.sum())} pages on {self.ranks} ranks list {len(self.pages)} indexes"
+            )
+        breaks = np.diff(self.segments) | np.diff(self.interleave)
+        breaks |= np.diff(self.first_tokens) != self.segments[:-1] * page_rows
+        ends = np.cumsum(self.segments // self.ranks)
+        runs, start = [], 0
+        for spans in np.split(np.arange(len(self.segments)), np.flatnonzero(breaks) + 1):
+            if len(spans):
+                first, end = int(spans[0]), int(ends[spans[-1]])
+                order = TokenOrder(int(self.segments[first]), int(self.interleave[first]))
+                pages = self.pages[start:end]
+                runs.append(SpanRun(int(self.first_tokens[first]), order, tuple(range(self.ranks)), pages))
+                start = end
+        return runs
 
 
 @dataclass(frozen=True)
@@ -90,33 +81,7 @@ class TargetClass:
     target: PullTarget
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """Rows of one target in the order of the source pages that they come from, so that a chunk finds its own."""
-
-    layout: KVLayout
-    ordinal: Int64Array
-    slot: Int64Array
-    rows: Rows
-
-    @classmethod
-    def sorted(cls, target: TargetClass, source: SourceRows) -> _Placed:
-        order = np.argsort(source.ordinal, kind="stable")
-        rows = target.target.rows
-        places = Rows(rows.region[order], rows.page[order], rows.slot[order])
-        return cls(target.layout, source.ordinal[order], source.slot[order], places)
-
-    def placement(
-        self, source_layout: KVLayout, ordinals: Int64Array, in_staging: Int64Array
-    ) -> tuple[StridedCopies, ...]:
-        """Copies from staged pages to the places of the positions that lie in them. `ordinals`: ascending."""
-        begin, end = np.searchsorted(self.ordinal, (ordinals[0], ordinals[-1] + 1)).tolist()
-        page = in_staging[np.searchsorted(ordinals, self.ordinal[begin:end])]
-        source = Rows(np.full(end - begin, STAGING_REGION, np.int32), page, self.slot[begin:end])
-        return copy_rows(source_layout, self.layout, source, self.rows[begin:end])
-
-
-def build_chunks(
+def build_pull(
     pull_id: int,
     source_layout: KVLayout,
     source: SourceSpans,
@@ -124,38 +89,68 @@ def build_chunks(
     targets: Sequence[TargetClass],
     staging: Staging,
     first_slot: int,
-) -> list[pb.PullChunk]:
-    """Chunks in source-page order. `addresses[r]`: base of rank r's region in the source mover.
+) -> RingPull:
+    """Pages in the order of the source's spans. `addresses[r]`: base of rank r's region in the source mover.
 
     Every position of every target is placed exactly once; a page that holds no wanted position is not read.
     """
-    page_bytes = source_layout.page_bytes
-    ranks, pages = (np.full(int(source.segments.sum()), -1, np.int64) for _ in range(2))
-    parts = []
+    page_rows = source_layout.page_rows
+    read, staged, pages_before = [], [], 0
+    for run in source.runs(page_rows):
+        wanted = _wanted_pages(run, page_rows, targets)
+        numbers = pages_before + np.cumsum(wanted) - 1
+        staged.append(SpanRun(run.first_token, run.order, (STAGING_REGION,), numbers))
+        read.append(_addresses(run, np.flatnonzero(wanted), addresses, source_layout.page_bytes))
+        pages_before += int(wanted.sum())
+    copies: list[PagedCopies] = []
     for each in targets:
-        rows = locate(source, source_layout.page_rows, each.target.positions)
-        ranks[rows.ordinal], pages[rows.ordinal] = rows.rank, rows.page
-        parts.append(_Placed.sorted(each, rows))
-    wanted = np.flatnonzero(pages >= 0)
-    ranks, pages = ranks[wanted], pages[wanted]
-    bases = np.asarray(addresses, np.uint64)
-    chunks = []
-    for number, start in enumerate(range(0, len(wanted), staging.chunk_pages)):
-        taken = slice(start, start + staging.chunk_pages)
-        slot_page = ((first_slot + number) % staging.slots) * staging.chunk_pages
-        count = len(wanted[taken])
-        in_staging = np.arange(slot_page, slot_page + count, dtype=np.int64)
-        copies = [
-            copy
-            for part in parts
-            for copy in part.placement(source_layout, wanted[taken], in_staging)
-        ]
-        chunks.append(
-            pb.PullChunk(
-                remote_addresses=pack_u64(bases[ranks[taken]] + (pages[taken] * page_bytes).astype(np.uint64)),
-                staging_offsets=pack_u64(in_staging * page_bytes),
-                lengths=pack_u64(np.full(count, page_bytes)),
-                placement=plan_to_proto(CopyPlan(pull_id, Purpose.PLACE, tuple(copies))),
-            )
-        )
-    return chunks
+        copies += copy_spans(source_layout, each.layout, staged, each.target.spans, each.target.end)
+    return RingPull(
+        np.concatenate(read) if read else np.empty(0, np.uint64),
+        source_layout.page_bytes,
+        0,
+        staging.slots,
+        staging.chunk_pages,
+        first_slot,
+        CopyPlan(pull_id, Purpose.PLACE, tuple(copies)),
+    )
+
+
+def _wanted_pages(run: SpanRun, page_rows: int, targets: Sequence[TargetClass]) -> npt.NDArray[np.bool_]:
+    """Which pages of the run's spans, counted over all of them, hold a position that some target wants."""
+    segments, span_tokens = run.order.segments, run.order.segments * page_rows
+    wanted = np.zeros((run.tokens(page_rows) // span_tokens, segments), bool)
+    for each in targets:
+        for spans in each.target.spans:
+            first = max(spans.first_token - run.first_token, 0)
+            end = min(each.target.end, spans.first_token + spans.tokens(each.layout.page_rows)) - run.first_token
+            end = min(end, run.tokens(page_rows))
+            if first >= end:
+                continue
+            (first_span, skipped), (last_span, rest) = divmod(first, span_tokens), divmod(end, span_tokens)
+            wanted[first_span + (skipped > 0) : last_span] = True
+            for span, low, high in _torn(first_span, skipped, last_span, rest, span_tokens):
+                held = [
+                    run.order.rows_in_page(high, page) > run.order.rows_in_page(low, page) for page in range(segments)
+                ]
+                wanted[span] |= held
+    return wanted.reshape(-1)
+
+
+def _torn(first: int, skipped: int, last: int, rest: int, span_tokens: int) -> list[tuple[int, int, int]]:
+    """(span, first, end of its tokens) of the spans at the ends that are wanted in part."""
+    if first == last:
+        return [(first, skipped, rest)]
+    head = [(first, skipped, span_tokens)] if skipped else []
+    return head + ([(last, 0, rest)] if rest else [])
+
+
+def _addresses(
+    run: SpanRun, wanted: Int64Array, addresses: Sequence[int], page_bytes: int
+) -> npt.NDArray[np.uint64]:
+    """Where the wanted pages, counted over all spans of the run, begin in the source mover."""
+    span, page = np.divmod(wanted, run.order.segments)
+    entry, rank = np.divmod(page, len(run.regions))
+    pages = run.pages[span * run.width + entry]
+    begins: npt.NDArray[np.uint64] = np.asarray(addresses, np.uint64)[rank] + (pages * page_bytes).astype(np.uint64)
+    return begins

@@ -1,4 +1,4 @@
-"""Between the wire's messages and the program's values: packed arrays, plans, layouts, regions, errors.
+"""Between the wire's messages and the program's values: packed arrays, layouts, regions, errors.
 
 Whatever arrives is checked here, so that the code behind sees only values that make sense.
 """
@@ -14,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmanager import errors
-from kvmanager.core.checksums import PageSections
-from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.errors import InvalidArgument, KVError, LayoutMismatch
 from kvmanager.layout import Component, KVLayout, Section
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -102,94 +100,6 @@ def _unpack(data: bytes, kind: str, field: str) -> npt.NDArray[Any]:
     if len(data) % width:
         raise InvalidArgument(f"{field}: {len(data)} bytes are no whole number of {width}-byte values")
     return np.frombuffer(data, dtype=kind)
-
-
-# ------------------------------------------------------------------------------------------- plans
-
-
-def plan_to_proto(plan: CopyPlan) -> pb.Plan:
-    """The plan as a message."""
-    copies = [
-        pb.Strided(
-            source_region=c.source_region,
-            target_region=c.target_region,
-            source_offsets=pack_i64(c.source_offsets),
-            target_offsets=pack_i64(c.target_offsets),
-            counts=pack_u64(c.counts),
-            source_strides=pack_i64(c.source_strides),
-            target_strides=pack_i64(c.target_strides),
-            row_bytes=c.row_bytes,
-        )
-        for c in plan.copies
-    ]
-    sums = None if plan.sums is None else sections_to_proto(plan.sums)
-    return pb.Plan(plan_id=plan.plan_id, purpose=plan.purpose.value, copies=copies, sums=sums)
-
-
-def sections_to_proto(pages: PageSections) -> pb.PageSections:
-    """Sections to be summed up, as a message."""
-    return pb.PageSections(
-        regions=pack_u32(pages.regions),
-        offsets=pack_u64(pages.offsets),
-        starts=pack_u64([start for start, _ in pages.sections]),
-        sizes=pack_u64([size for _, size in pages.sections]),
-    )
-
-
-def sections_from_proto(message: pb.PageSections) -> PageSections:
-    """Sections of a message. Raises InvalidArgument for arrays of unequal length, or values beyond 63 bits."""
-    regions = unpack_u32(message.regions, "PageSections.regions")
-    numbers = [
-        unpack_u64(data, f"PageSections.{name}")
-        for name, data in (("offsets", message.offsets), ("starts", message.starts), ("sizes", message.sizes))
-    ]
-    offsets, starts, sizes = numbers
-    if len(regions) != len(offsets) or len(starts) != len(sizes):
-        raise InvalidArgument(
-            f"PageSections: {len(regions)} regions for {len(offsets)} pages, {len(starts)} starts, {len(sizes)} sizes"
-        )
-    if any(int(values.max(initial=0)) >> 62 for values in numbers) or int(regions.max(initial=0)) >> 31:
-        raise InvalidArgument("PageSections: a value beyond any region")
-    sections = tuple(zip(starts.tolist(), sizes.tolist(), strict=True))
-    return PageSections(regions.astype(np.int32), offsets.astype(np.int64), sections)
-
-
-def plan_from_proto(message: pb.Plan) -> CopyPlan:
-    """The plan of a message. Raises InvalidArgument for arrays of unequal length, zero extents, unknown purposes."""
-    try:
-        purpose = Purpose(message.purpose)
-    except ValueError:
-        known = ", ".join(p.value for p in Purpose)
-        raise InvalidArgument(f"Plan.purpose {message.purpose!r} is none of {known}") from None
-    sums = sections_from_proto(message.sums) if message.HasField("sums") else None
-    return CopyPlan(message.plan_id, purpose, tuple(map(_copies_from_proto, message.copies)), sums)
-
-
-def _copies_from_proto(message: pb.Strided) -> StridedCopies:
-    source = unpack_i64(message.source_offsets, "Strided.source_offsets")
-    target = unpack_i64(message.target_offsets, "Strided.target_offsets")
-    counts = unpack_u64(message.counts, "Strided.counts")
-    source_strides = unpack_i64(message.source_strides, "Strided.source_strides")
-    target_strides = unpack_i64(message.target_strides, "Strided.target_strides")
-    if len(source) != len(target):
-        raise InvalidArgument(f"Strided: {len(source)} source offsets for {len(target)} target offsets")
-    if not len(counts) == len(source_strides) == len(target_strides):
-        raise InvalidArgument(
-            f"Strided: {len(counts)} counts, {len(source_strides)} source strides, {len(target_strides)} target strides"
-        )
-    if message.row_bytes == 0 or (counts == 0).any():
-        raise InvalidArgument(f"Strided: rows of {message.row_bytes} B x {counts.tolist()}: every extent is at least 1")
-    return StridedCopies(
-        message.source_region,
-        message.target_region,
-        source,
-        target,
-        tuple(counts.tolist()),
-        tuple(source_strides.tolist()),
-        tuple(target_strides.tolist()),
-        message.row_bytes,
-    )
-
 
 # ------------------------------------------------------------------------------ layouts and regions
 

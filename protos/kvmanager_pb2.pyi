@@ -2039,30 +2039,70 @@ class ReleaseReply(_message.Message):
 Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
 
 @_typing.final
-class Strided(_message.Message):
+class PlacedPages(_message.Message):
     """Frames over the mover's own unix socket, not gRPC: MoverCommand one way, MoverEvent the other.
 
-    Copies of one shape between two regions: for each pair of offsets, rows on a grid of counts.
+    One side of a pattern: placement p of group g is page table[g * advance + columns[p]], from slots[p] on.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SOURCE_REGION_FIELD_NUMBER: _builtins.int
-    TARGET_REGION_FIELD_NUMBER: _builtins.int
-    SOURCE_OFFSETS_FIELD_NUMBER: _builtins.int
-    TARGET_OFFSETS_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    ADVANCE_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    table: _builtins.int
+    """index of the plan's page table; groups may share entries of it"""
+    advance: _builtins.int
+    """count of entries from one group to the next"""
+    columns: _builtins.bytes
+    """u32[placements]: entry of the first group"""
+    slots: _builtins.bytes
+    """i64[placements]: first slot"""
+    def __init__(
+        self,
+        *,
+        table: _builtins.int = ...,
+        advance: _builtins.int = ...,
+        columns: _builtins.bytes = ...,
+        slots: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advance", b"advance", "columns", b"columns", "slots", b"slots", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacedPages: _TypeAlias = PlacedPages  # noqa: Y015
+
+@_typing.final
+class Box(_message.Message):
+    """A rectangle of bytes for one pair of pages: rows on a grid of counts, from slot 0 of page 0 on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_OFFSET_FIELD_NUMBER: _builtins.int
+    TARGET_OFFSET_FIELD_NUMBER: _builtins.int
+    SOURCE_SLOT_STRIDE_FIELD_NUMBER: _builtins.int
+    TARGET_SLOT_STRIDE_FIELD_NUMBER: _builtins.int
+    SOURCE_PAGE_STRIDE_FIELD_NUMBER: _builtins.int
+    TARGET_PAGE_STRIDE_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
     SOURCE_STRIDES_FIELD_NUMBER: _builtins.int
     TARGET_STRIDES_FIELD_NUMBER: _builtins.int
     ROW_BYTES_FIELD_NUMBER: _builtins.int
-    source_region: _builtins.int
-    """region id"""
-    target_region: _builtins.int
-    """region id"""
-    source_offsets: _builtins.bytes
-    """i64[copies]: bytes from the source region's start"""
-    target_offsets: _builtins.bytes
-    """i64[copies]: bytes from the target region's start"""
+    source_offset: _builtins.int
+    """bytes from the source region's start"""
+    target_offset: _builtins.int
+    """bytes from the target region's start"""
+    source_slot_stride: _builtins.int
+    """bytes from slot to slot in the source"""
+    target_slot_stride: _builtins.int
+    """bytes from slot to slot in the target"""
+    source_page_stride: _builtins.int
+    """bytes from page to page in the source"""
+    target_page_stride: _builtins.int
+    """bytes from page to page in the target"""
     counts: _builtins.bytes
     """u64[dimensions]: count of steps in each outer dimension, slowest first"""
     source_strides: _builtins.bytes
@@ -2074,10 +2114,12 @@ class Strided(_message.Message):
     def __init__(
         self,
         *,
-        source_region: _builtins.int = ...,
-        target_region: _builtins.int = ...,
-        source_offsets: _builtins.bytes = ...,
-        target_offsets: _builtins.bytes = ...,
+        source_offset: _builtins.int = ...,
+        target_offset: _builtins.int = ...,
+        source_slot_stride: _builtins.int = ...,
+        target_slot_stride: _builtins.int = ...,
+        source_page_stride: _builtins.int = ...,
+        target_page_stride: _builtins.int = ...,
         counts: _builtins.bytes = ...,
         source_strides: _builtins.bytes = ...,
         target_strides: _builtins.bytes = ...,
@@ -2085,11 +2127,59 @@ class Strided(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "row_bytes", b"row_bytes", "source_offsets", b"source_offsets", "source_region", b"source_region", "source_strides", b"source_strides", "target_offsets", b"target_offsets", "target_region", b"target_region", "target_strides", b"target_strides"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "row_bytes", b"row_bytes", "source_offset", b"source_offset", "source_page_stride", b"source_page_stride", "source_slot_stride", b"source_slot_stride", "source_strides", b"source_strides", "target_offset", b"target_offset", "target_page_stride", b"target_page_stride", "target_slot_stride", b"target_slot_stride", "target_strides", b"target_strides"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Strided: _TypeAlias = Strided  # noqa: Y015
+Global___Box: _TypeAlias = Box  # noqa: Y015
+
+@_typing.final
+class PagedCopies(_message.Message):
+    """A pattern laid over groups of pages: every box at every placement of every group, between two regions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_REGION_FIELD_NUMBER: _builtins.int
+    TARGET_REGION_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    BOXES_FIELD_NUMBER: _builtins.int
+    source_region: _builtins.int
+    """region id"""
+    target_region: _builtins.int
+    """region id"""
+    groups: _builtins.int
+    """count of groups"""
+    @_builtins.property
+    def source(self) -> Global___PlacedPages:
+        """where the source's pages are"""
+
+    @_builtins.property
+    def target(self) -> Global___PlacedPages:
+        """where the target's pages are; as many placements"""
+
+    @_builtins.property
+    def boxes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Box]:
+        """what is copied at each placement"""
+
+    def __init__(
+        self,
+        *,
+        source_region: _builtins.int = ...,
+        target_region: _builtins.int = ...,
+        groups: _builtins.int = ...,
+        source: Global___PlacedPages | None = ...,
+        target: Global___PlacedPages | None = ...,
+        boxes: _abc.Iterable[Global___Box] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "groups", b"groups", "source", b"source", "source_region", b"source_region", "target", b"target", "target_region", b"target_region"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PagedCopies: _TypeAlias = PagedCopies  # noqa: Y015
 
 @_typing.final
 class Plan(_message.Message):
@@ -2101,29 +2191,35 @@ class Plan(_message.Message):
     PURPOSE_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
+    PAGE_TABLES_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """id, never used twice"""
     purpose: _builtins.str
     """"offload", "onboard", "spill", "mirror", "copy_on_write", "place", "check" """
     @_builtins.property
-    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___Strided]:
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___PagedCopies]:
         """in any order: no two of them touch the same target byte"""
 
     @_builtins.property
     def sums(self) -> Global___PageSections:
         """what is summed up when all bytes have moved; unset: nothing"""
 
+    @_builtins.property
+    def page_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """u32[entries]: page indexes of one table"""
+
     def __init__(
         self,
         *,
         plan_id: _builtins.int = ...,
         purpose: _builtins.str = ...,
-        copies: _abc.Iterable[Global___Strided] | None = ...,
+        copies: _abc.Iterable[Global___PagedCopies] | None = ...,
         sums: Global___PageSections | None = ...,
+        page_tables: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sums", b"sums"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "plan_id", b"plan_id", "purpose", b"purpose", "sums", b"sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "page_tables", b"page_tables", "plan_id", b"plan_id", "purpose", b"purpose", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2164,44 +2260,8 @@ class PageSections(_message.Message):
 Global___PageSections: _TypeAlias = PageSections  # noqa: Y015
 
 @_typing.final
-class PullChunk(_message.Message):
-    """One bounded piece of a pull: reads into staging, then placement copies out of it."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REMOTE_ADDRESSES_FIELD_NUMBER: _builtins.int
-    STAGING_OFFSETS_FIELD_NUMBER: _builtins.int
-    LENGTHS_FIELD_NUMBER: _builtins.int
-    PLACEMENT_FIELD_NUMBER: _builtins.int
-    remote_addresses: _builtins.bytes
-    """u64[reads]: address in the source mover's process, in bytes"""
-    staging_offsets: _builtins.bytes
-    """u64[reads]: bytes from the staging region's start"""
-    lengths: _builtins.bytes
-    """u64[reads]: bytes to read"""
-    @_builtins.property
-    def placement(self) -> Global___Plan:
-        """staging region -> target regions"""
-
-    def __init__(
-        self,
-        *,
-        remote_addresses: _builtins.bytes = ...,
-        staging_offsets: _builtins.bytes = ...,
-        lengths: _builtins.bytes = ...,
-        placement: Global___Plan | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "placement", b"placement", "remote_addresses", b"remote_addresses", "staging_offsets", b"staging_offsets"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PullChunk: _TypeAlias = PullChunk  # noqa: Y015
-
-@_typing.final
 class Pull(_message.Message):
-    """Reads from another node's mover."""
+    """Reads from another node's mover, in chunks through a ring in the staging region, and the copies out of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2209,8 +2269,14 @@ class Pull(_message.Message):
     AGENT_NAME_FIELD_NUMBER: _builtins.int
     AGENT_METADATA_FIELD_NUMBER: _builtins.int
     PEER_INCARNATION_FIELD_NUMBER: _builtins.int
-    CHUNKS_FIELD_NUMBER: _builtins.int
     DEADLINE_NS_FIELD_NUMBER: _builtins.int
+    REMOTE_ADDRESSES_FIELD_NUMBER: _builtins.int
+    PAGE_BYTES_FIELD_NUMBER: _builtins.int
+    RING_OFFSET_FIELD_NUMBER: _builtins.int
+    RING_SLOTS_FIELD_NUMBER: _builtins.int
+    CHUNK_PAGES_FIELD_NUMBER: _builtins.int
+    FIRST_SLOT_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
     pull_id: _builtins.int
     """id from the same numbers as plan ids"""
     agent_name: _builtins.str
@@ -2221,9 +2287,21 @@ class Pull(_message.Message):
     """id of the source mover's process; agent_name must end in it"""
     deadline_ns: _builtins.int
     """nanoseconds allowed from the first read on: a hung peer never errors"""
+    remote_addresses: _builtins.bytes
+    """u64[pages]: address, in bytes, in the source mover's process, as read"""
+    page_bytes: _builtins.int
+    """bytes of a source page"""
+    ring_offset: _builtins.int
+    """bytes from the staging region's start to the ring's"""
+    ring_slots: _builtins.int
+    """count of chunks that the ring holds"""
+    chunk_pages: _builtins.int
+    """count of page entries of a chunk"""
+    first_slot: _builtins.int
+    """index of the first chunk's place in the ring"""
     @_builtins.property
-    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PullChunk]:
-        """carried out one after the other"""
+    def placement(self) -> Global___Plan:
+        """staging region -> target regions; its source pages are indexes of remote_addresses"""
 
     def __init__(
         self,
@@ -2232,12 +2310,18 @@ class Pull(_message.Message):
         agent_name: _builtins.str = ...,
         agent_metadata: _builtins.bytes = ...,
         peer_incarnation: _builtins.int = ...,
-        chunks: _abc.Iterable[Global___PullChunk] | None = ...,
         deadline_ns: _builtins.int = ...,
+        remote_addresses: _builtins.bytes = ...,
+        page_bytes: _builtins.int = ...,
+        ring_offset: _builtins.int = ...,
+        ring_slots: _builtins.int = ...,
+        chunk_pages: _builtins.int = ...,
+        first_slot: _builtins.int = ...,
+        placement: Global___Plan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "chunks", b"chunks", "deadline_ns", b"deadline_ns", "peer_incarnation", b"peer_incarnation", "pull_id", b"pull_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "chunk_pages", b"chunk_pages", "deadline_ns", b"deadline_ns", "first_slot", b"first_slot", "page_bytes", b"page_bytes", "peer_incarnation", b"peer_incarnation", "placement", b"placement", "pull_id", b"pull_id", "remote_addresses", b"remote_addresses", "ring_offset", b"ring_offset", "ring_slots", b"ring_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -119,7 +119,7 @@ class CpuExecutor(ActivePlans[_Active]):
             if active.moved_bytes < active.total_bytes:
                 reach("mover.plan.half_copied")
             spent += max(piece.total_bytes / SLICE_BYTES, piece.runs / SLICE_RUNS, _LEAST_SLICE)
-        while spent < 1 and active.moved_bytes == active.total_bytes and active.ended is None:
+        while (spent < 1 or active.sums is None) and active.moved_bytes == active.total_bytes and active.ended is None:
             summed_bytes = next(active.summing, 0)
             spent += summed_bytes / SLICE_BYTES
             if summed_bytes == 0:
@@ -130,8 +130,8 @@ class CpuExecutor(ActivePlans[_Active]):
 
 
 def _work(plan: CopyPlan) -> Iterator[StridedCopies]:
-    for copies in plan.copies:
-        yield from slices(copies, SLICE_BYTES, SLICE_RUNS)
+    for piece in plan.pieces():
+        yield from slices(piece, SLICE_BYTES, SLICE_RUNS)
 
 
 def copy_piece(source: ByteArray, target: ByteArray, c: StridedCopies) -> None:

@@ -9,6 +9,7 @@ be registered (`kvmanager.transport.pinned`). Streams and events are made once.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvmanager.allocators.cuda_driver import DeviceContext, call, driver
-from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
+from kvmanager.core.plans import Box, CopyPlan, PagedCopies, Purpose, StridedCopies
 from kvmanager.errors import DeviceError, KVError, TransferFailed
 from kvmanager.killpoints import reach
 from kvmanager.transport.active_plans import ActivePlan, ActivePlans
-from kvmanager.transport.cuda_copies import CudaCopies, stacked
+from kvmanager.transport.cuda_copies import CudaCopies
 from kvmanager.transport.cuda_rows import MAX_COPIES, MAX_EXTENTS, RowKernel
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.pacing import Pacer
@@ -133,24 +134,22 @@ class CudaExecutor(ActivePlans[_Active]):
         if active.ended is None and self.broken is not None:
             active.ended = (Outcome.FAILED, _failure(active, self.broken))
         if active.ended is None:
-            for copies in stacked(plan.copies):
-                self._deal(active, copies)
+            for copies in plan.copies:
+                for box in copies.boxes if copies.pairs else ():
+                    self._deal(active, copies, box)
         self._settle(active)
 
-    def _deal(self, active: _Active, copies: StridedCopies) -> None:
-        """Puts a set into the turns of the lane that carries it fastest."""
-        count = len(copies.source_offsets)
-        if count == 0:
-            return
+    def _deal(self, active: _Active, copies: PagedCopies, box: Box) -> None:
+        """Puts a box at all its places into the turns of the lane that carries it fastest."""
         source, target = self._regions.find(copies.source_region), self._regions.find(copies.target_region)
         key = source.array is None, target.array is None
-        small = copies.total_bytes < self._small_copy_bytes * count and len(copies.counts) <= MAX_EXTENTS
+        small = box.total_bytes < self._small_copy_bytes and len(box.counts) <= MAX_EXTENTS
         active.pending += 1
-        if small and count >= _LEAST_LAUNCH and any(key):
-            work = slices(copies, PIECE_BYTES, MAX_COPIES * (copies.runs // count))
+        if small and copies.pairs >= _LEAST_LAUNCH and any(key):
+            work = _sliced(copies, box, MAX_COPIES * math.prod(box.counts))
             self._kernel_lanes[key].turns.put(active.plan.purpose, (active, work))
         else:
-            work = slices(copies, PIECE_BYTES, PIECE_RUNS)
+            work = _sliced(copies, box, PIECE_RUNS)
             self._engine_lanes[key].turns.put(active.plan.purpose, (active, work))
 
     def _by_engine(self, copies: StridedCopies, _mark: int, stream: int) -> None:
@@ -274,6 +273,12 @@ class CudaExecutor(ActivePlans[_Active]):
     def _break(self, active: _Active, error: DeviceError) -> None:
         self.broken = self.broken or error
         active.unknown = _failure(active, error)
+
+
+def _sliced(copies: PagedCopies, box: Box, most_runs: int) -> Iterator[StridedCopies]:
+    """Pieces for one call each, written out when their turn comes."""
+    for piece in copies.pieces(box):
+        yield from slices(piece, PIECE_BYTES, most_runs)
 
 
 def _failure(active: _Active, error: DeviceError) -> TransferFailed:

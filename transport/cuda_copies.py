@@ -6,7 +6,7 @@ Both calls are taken from the driver by address and given numpy arrays, so that 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -273,53 +273,6 @@ def _without(c: StridedCopies, axes: tuple[int, ...]) -> StridedCopies:
         source_strides=(),
         target_strides=(),
     )
-
-
-def stacked(sets: Iterable[StridedCopies]) -> list[StridedCopies]:
-    """The same copies, where sets of one shape lie a constant distance apart as one set; in another order.
-
-    The rows of one layer group after another are such sets; stacked, a 3-D copy carries many groups.
-    """
-    by_shape: dict[tuple[Any, ...], list[StridedCopies]] = {}
-    for copies in sets:
-        by_shape.setdefault(_shape(copies), []).append(copies)
-    result: list[StridedCopies] = []
-    for shape, members in by_shape.items():
-        while members:
-            count = _alike(members) if shape[2] and shape[-1] < LONG_ROW_BYTES else 1
-            first = members[0]
-            if count > 1:
-                source = int(members[1].source_offsets[0] - first.source_offsets[0])
-                target = int(members[1].target_offsets[0] - first.target_offsets[0])
-                first = replace(
-                    first,
-                    counts=(count, *first.counts),
-                    source_strides=(source, *first.source_strides),
-                    target_strides=(target, *first.target_strides),
-                )
-            result.append(first)
-            del members[:count]
-    return result
-
-
-def _shape(c: StridedCopies) -> tuple[Any, ...]:
-    return (c.source_region, c.target_region, c.counts, c.source_strides, c.target_strides, len(c.source_offsets),
-            c.row_bytes)  # fmt: skip
-
-
-def _alike(sets: list[StridedCopies]) -> int:
-    """How many of the first sets lie the same distance apart, on each side, in every copy."""
-    count, steps = 1, None
-    while count < len(sets) and len(sets[0].source_offsets):
-        before, this = sets[count - 1], sets[count]
-        moves = (this.source_offsets - before.source_offsets, this.target_offsets - before.target_offsets)
-        if not all((move == move[0]).all() for move in moves):
-            break
-        if steps is not None and steps != (int(moves[0][0]), int(moves[1][0])):
-            break
-        steps = int(moves[0][0]), int(moves[1][0])
-        count += 1
-    return count
 
 
 def cut_at(

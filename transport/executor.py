@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmanager.core.checksums import PageSections, SumArray
-from kvmanager.core.plans import CopyPlan, StridedCopies
+from kvmanager.core.plans import CopyPlan, PagedCopies
 from kvmanager.errors import InvalidArgument, KVError
-from kvmanager.transport.runs import bounds
+from kvmanager.transport.runs import paged_bounds
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -145,11 +145,11 @@ class RegionMap:
     def check(self, plan: CopyPlan, source_sizes: Mapping[int, int] | None = None) -> None:
         """Raises InvalidArgument when any byte of the plan lies outside its region.
 
-        Also when a copy set writes more bytes than its target region holds: some would be written twice.
+        Also when a pattern writes more bytes than its target region holds: some would be written twice.
         `source_sizes`: bytes of the source regions, by id, where they are not this process's.
         """
         for number, copies in enumerate(plan.copies):
-            what = f"plan {plan.plan_id}, copy set {number}"
+            what = f"plan {plan.plan_id}, pattern {number}"
             if source_sizes is None:
                 source_size = self.size(copies.source_region)
             elif copies.source_region in source_sizes:
@@ -175,13 +175,12 @@ class RegionMap:
                 )
 
 
-def _check_copies(what: str, c: StridedCopies, source_size: int, target_size: int) -> None:
+def _check_copies(what: str, c: PagedCopies, source_size: int, target_size: int) -> None:
     sides = (
-        ("source", c.source_region, c.source_offsets, c.source_strides, source_size),
-        ("target", c.target_region, c.target_offsets, c.target_strides, target_size),
+        ("source", c.source_region, paged_bounds(c, 0), source_size),
+        ("target", c.target_region, paged_bounds(c, 1), target_size),
     )
-    for side, region_id, offsets, strides, size in sides:
-        low, high = bounds(offsets, c.counts, strides, c.row_bytes)
+    for side, region_id, (low, high), size in sides:
         if low < 0 or high > size:
             raise InvalidArgument(
                 f"{what}: {side} bytes [{low}, {high}) leave region {region_id} of {size} bytes; nothing was copied"

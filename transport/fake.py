@@ -118,8 +118,8 @@ class FakeExecutor:
     def _move(self, entry: _Plan) -> None:
         sums = None
         if self._regions is not None:
-            for copies in entry.plan.copies:
-                copy_piece(self._regions[copies.source_region], self._regions[copies.target_region], copies)
+            for piece in entry.plan.pieces():
+                copy_piece(self._regions[piece.source_region], self._regions[piece.target_region], piece)
             if entry.plan.copies and self._random.random() < self._corrupt_share:
                 self._corrupt(entry.plan)
             if entry.plan.sums is not None:
@@ -129,7 +129,7 @@ class FakeExecutor:
     def _corrupt(self, plan: CopyPlan) -> None:
         """Flips one bit of what was written."""
         assert self._regions is not None
-        copies = self._random.choice(plan.copies)
+        copies = self._random.choice(list(plan.pieces()))
         at = int(self._random.choice(copies.target_offsets.tolist())) + self._random.randrange(copies.row_bytes)
         self._regions[copies.target_region][at] ^= np.uint8(1 << self._random.randrange(8))
         self.corrupted.append(plan.plan_id)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +14,7 @@ from kvmanager.core.plans import CopyPlan
 from kvmanager.transport.active_plans import ActivePlan, ActivePlans
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.nixl import NixlReader, ReadResult
-from kvmanager.transport.runs import Runs, plan_runs
+from kvmanager.transport.runs import Runs, runs_of
 from kvmanager.transport.turns import Turns
 from kvmanager.units import MIB, SECOND_NS
 
@@ -31,7 +30,7 @@ DEADLINE_NS: Final = 30 * SECOND_NS
 class _Active(ActivePlan):
     """`reads`: what is left, `read_id`: the one under way. `deadline_ns` runs from the first read on."""
 
-    reads: deque[Runs]
+    reads: Iterator[Runs]
     deadline_ns: int | None = None
     read_id: int | None = None
 
@@ -62,11 +61,9 @@ class NixlExecutor(ActivePlans[_Active]):
 
     def submit(self, plan: CopyPlan) -> None:
         """See `Executor.submit`."""
-        active = _Active(plan=plan, reads=deque())
+        active = _Active(plan=plan, reads=_reads(plan))
         self._take(active, self._source_sizes())
         if active.ended is None:
-            for runs in plan_runs(plan):
-                active.reads.extend(_reads(runs))
             self._turns.put(plan.purpose, active)
 
     def _source_sizes(self) -> dict[int, int]:
@@ -88,12 +85,12 @@ class NixlExecutor(ActivePlans[_Active]):
         return 0
 
     def _start_next(self, active: _Active) -> None:
-        if not active.reads:
+        runs = next(active.reads, None)
+        if runs is None:
             active.ended = (Outcome.DONE, None)
             return
         if active.deadline_ns is None:
             active.deadline_ns = self._clock_ns() + self._deadline_ns
-        runs = active.reads.popleft()
         base, _ = self._addresses[runs.source_region]
         active.read_id = self._reader.read(
             self._peer,
@@ -116,7 +113,14 @@ class NixlExecutor(ActivePlans[_Active]):
             self._turns.put(active.plan.purpose, active)
 
 
-def _reads(runs: Runs) -> list[Runs]:
+def _reads(plan: CopyPlan) -> Iterator[Runs]:
+    """What is read at one time, worked out when its turn comes."""
+    for copies in plan.copies:
+        for part in copies.parts(READ_RUNS):
+            yield from _in_groups(runs_of(part))
+
+
+def _in_groups(runs: Runs) -> list[Runs]:
     """The runs in groups of at most `READ_RUNS` runs and about `READ_BYTES` bytes."""
     groups = np.maximum(np.cumsum(runs.lengths) // READ_BYTES, np.arange(len(runs.lengths)) // READ_RUNS)
     cuts = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(runs.lengths)]

@@ -16,28 +16,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-import numpy.typing as npt
-
-from kvmanager.core.plans import CopyPlan
 from kvmanager.errors import Draining, InvalidArgument, KVError, TransferError, TransferFailed, TransferTimeout
 from kvmanager.killpoints import reach
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.nixl import NixlReader, ReadResult
-from kvmanager.transport.runs import bounds
-
-U64Array = npt.NDArray[np.uint64]
-
-
-@dataclass(frozen=True)
-class PullChunk:
-    """`lengths[i]` bytes at the peer's `addresses[i]` go to `offsets[i]` of staging; then `placement` runs."""
-
-    addresses: U64Array
-    offsets: U64Array
-    lengths: U64Array
-    placement: CopyPlan
+from kvmanager.transport.ring import RingPull
 
 
 @dataclass(frozen=True)
@@ -47,30 +31,25 @@ class PullRequest:
     pull_id: int
     agent_name: str
     agent_metadata: bytes
-    chunks: tuple[PullChunk, ...]
+    ring: RingPull
     deadline_ns: int
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Disjoint ranges of staging, ascending: int64[n] each, no two of them touching."""
+    """Bytes [start, end) of staging."""
 
-    starts: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
+    start: int
+    end: int
 
     def overlaps(self, other: _Span) -> bool:
         """Whether any byte is in both."""
-        if len(self.starts) == 0 or len(other.starts) == 0:
-            return False
-        place = np.searchsorted(self.ends, other.starts, side="right")
-        inside = place < len(self.starts)
-        return bool((self.starts[place[inside]] < other.ends[inside]).any())
+        return self.start < other.end and other.start < self.end
 
 
 @dataclass
 class _Pull:
     request: PullRequest
-    spans: tuple[_Span, ...] = ()
     chunk: int = 0
     deadline_ns: int | None = None
     read_id: int | None = None
@@ -78,6 +57,11 @@ class _Pull:
     moved_bytes: int = 0
     busy_ns: int = 0
     ended: tuple[Outcome, KVError | None] | None = field(default=None)
+
+    @property
+    def span(self) -> _Span:
+        """Staging of its current chunk."""
+        return _Span(*self.request.ring.staging_range(self.chunk))
 
     @property
     def in_flight(self) -> bool:
@@ -127,31 +111,10 @@ class PullPipeline:
                 raise InvalidArgument(
                     f"pull {request.pull_id}: a deadline of {request.deadline_ns} ns; a hung peer never errs"
                 )
-            pull.spans = tuple(self._check(number, chunk) for number, chunk in enumerate(request.chunks))
+            request.ring.check(self._staging, self._regions)
             self._reader.add_peer(request.agent_name, request.agent_metadata)
         except (InvalidArgument, TransferError) as error:
             pull.ended = (Outcome.FAILED, error)
-
-    def _check(self, number: int, chunk: PullChunk) -> _Span:
-        """The chunk's staging, once nothing of it leaves its place."""
-        self._reader.check(self._staging, chunk.addresses, chunk.offsets, chunk.lengths)
-        order = np.argsort(chunk.offsets, kind="stable")
-        starts = chunk.offsets[order].astype(np.int64)
-        ends = starts + chunk.lengths[order].astype(np.int64)
-        if (ends[:-1] > starts[1:]).any():
-            raise InvalidArgument(f"chunk {number} reads twice into the same staging")
-        self._regions.check(chunk.placement)
-        for c in chunk.placement.copies:
-            low, high = bounds(c.source_offsets, c.counts, c.source_strides, c.row_bytes)
-            if c.source_region != self._staging or c.target_region == self._staging:
-                raise InvalidArgument(
-                    f"chunk {number} places from region {c.source_region} to {c.target_region}; "
-                    f"placement goes from staging (region {self._staging}) to another region"
-                )
-            if low < high and (len(starts) == 0 or low < starts[0] or high > ends[-1]):
-                raise InvalidArgument(f"chunk {number} places staging [{low}, {high}), which it does not read")
-        apart = np.flatnonzero(ends[:-1] < starts[1:])
-        return _Span(starts[np.r_[0, apart + 1]], ends[np.r_[apart, -1]]) if len(starts) else _Span(starts, ends)
 
     # ------------------------------------------------------------------------------------- progress
 
@@ -184,12 +147,12 @@ class PullPipeline:
         pull.busy_ns += result.busy_ns
         if result.outcome is not Outcome.DONE:
             if result.outcome is Outcome.UNKNOWN_FATE:
-                self._quarantine[result.read_id] = pull.spans[pull.chunk]
+                self._quarantine[result.read_id] = pull.span
             pull.ended = (result.outcome, result.error)
         elif pull.ended is None:
             reach("mover.pull.chunk_read")
             pull.placing = True
-            self._placer.submit(replace(pull.request.chunks[pull.chunk].placement, plan_id=pull.request.pull_id))
+            self._placer.submit(replace(pull.request.ring.placed(pull.chunk), plan_id=pull.request.pull_id))
 
     def _after_placement(self, completion: Completion) -> None:
         self._progressed = True
@@ -204,12 +167,12 @@ class PullPipeline:
 
     def _start_one(self) -> None:
         """Starts the chunk of the pull that has waited longest, of those whose staging is free."""
-        held = [pull.spans[pull.chunk] for pull in self._pulls.values() if pull.in_flight]
+        held = [pull.span for pull in self._pulls.values() if pull.in_flight]
         for pull_id in self._turns:
             pull = self._pulls[pull_id]
             if pull.in_flight or pull.ended is not None or self._is_over(pull):
                 continue
-            span = pull.spans[pull.chunk]
+            span = pull.span
             if any(span.overlaps(late) for late in self._quarantine.values()):
                 pull.ended = (
                     Outcome.FAILED,
@@ -229,10 +192,10 @@ class PullPipeline:
 
     def _is_over(self, pull: _Pull) -> bool:
         """Ends a pull that has no chunk left, or no time."""
-        if pull.chunk == len(pull.request.chunks):
+        if pull.chunk == pull.request.ring.chunks:
             pull.ended = (Outcome.DONE, None)
         elif pull.deadline_ns is not None and self._clock_ns() >= pull.deadline_ns:
-            late = f"pull {pull.request.pull_id}: {pull.chunk} of {len(pull.request.chunks)} chunks by its deadline"
+            late = f"pull {pull.request.pull_id}: {pull.chunk} of {pull.request.ring.chunks} chunks by its deadline"
             pull.ended = (
                 Outcome.FAILED,
                 TransferTimeout(f"{late} of {pull.request.deadline_ns} ns; nothing is in flight"),
@@ -243,9 +206,9 @@ class PullPipeline:
         self._progressed = True
         if pull.deadline_ns is None:
             pull.deadline_ns = self._clock_ns() + pull.request.deadline_ns
-        chunk = pull.request.chunks[pull.chunk]
+        addresses, offsets, lengths = pull.request.ring.reads(pull.chunk)
         pull.read_id = self._reader.read(
-            pull.request.agent_name, chunk.addresses, self._staging, chunk.offsets, chunk.lengths, pull.deadline_ns
+            pull.request.agent_name, addresses, self._staging, offsets, lengths, pull.deadline_ns
         )
         self._readers[pull.read_id] = pull
 

@@ -1,4 +1,4 @@
-"""Plans as contiguous runs and as bounded slices: what executors make of a `StridedCopies`.
+"""Plans as contiguous runs and as bounded slices: what executors make of a plan's pieces.
 
 All offsets are int64 bytes from a region's start. Nothing here touches memory.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvmanager.core.plans import CopyPlan, StridedCopies
+from kvmanager.core.plans import CopyPlan, PagedCopies, StridedCopies
 from kvmanager.geometry import Int64Array
 
 
@@ -32,10 +32,7 @@ class Runs:
 
 
 def bounds(offsets: Int64Array, counts: tuple[int, ...], strides: tuple[int, ...], row_bytes: int) -> tuple[int, int]:
-    """[first, last) byte that any of the copies touches on one side; (0, 0) for no copies.
-
-    Python integers: a plan from outside may hold strides whose sums leave 64 bits.
-    """
+    """[first, last) byte that any of the copies touches on one side; (0, 0) for no copies."""
     if len(offsets) == 0:
         return 0, 0
     # Plans have many sets of few copies: below some dozens numpy's reductions cost more than a list's.
@@ -49,12 +46,42 @@ def bounds(offsets: Int64Array, counts: tuple[int, ...], strides: tuple[int, ...
     return low, high
 
 
+def paged_bounds(copies: PagedCopies, side: int) -> tuple[int, int]:
+    """[first, last) byte that the pattern may touch on one side (0: source, 1: target); (0, 0) when it is empty.
+
+    Python integers: a plan from outside may hold strides whose sums leave 64 bits. Taken from the extreme pages
+    and slots, not from their pairs: exact for pages that lie in their region whole.
+    """
+    if not copies.pairs:
+        return 0, 0
+    places = (copies.source, copies.target)[side]
+    pages = places.of_columns(copies.groups)
+    page_ends, slot_ends = ((int(v.min()), int(v.max())) for v in (pages, places.slots))
+    found = []
+    for box in copies.boxes:
+        offset, page_stride, slot_stride, strides = (
+            (box.source_offset, box.source_page_stride, box.source_slot_stride, box.source_strides),
+            (box.target_offset, box.target_page_stride, box.target_slot_stride, box.target_strides),
+        )[side]
+        starts = [offset + page * page_stride + slot * slot_stride for page in page_ends for slot in slot_ends]
+        reach = [(count - 1) * stride for count, stride in zip(box.counts, strides, strict=True)]
+        low = min(starts) + sum(step for step in reach if step < 0)
+        found.append((low, max(starts) + sum(step for step in reach if step > 0) + box.row_bytes))
+    return min(low for low, _ in found), max(high for _, high in found)
+
+
 def plan_runs(plan: CopyPlan) -> tuple[Runs, ...]:
     """The plan's copies as runs, one `Runs` for each pair of regions, by source offset, neighbours joined."""
     parts: dict[tuple[int, int], list[StridedCopies]] = {}
-    for copies in plan.copies:
+    for copies in plan.pieces():
         parts.setdefault((copies.source_region, copies.target_region), []).append(copies)
     return tuple(_joined(source, target, group) for (source, target), group in parts.items())
+
+
+def runs_of(copies: PagedCopies) -> Runs:
+    """All runs of one pattern, by source offset, neighbours joined."""
+    pieces = [piece for box in copies.boxes for piece in copies.pieces(box)]
+    return _joined(copies.source_region, copies.target_region, pieces)
 
 
 def _joined(source_region: int, target_region: int, group: list[StridedCopies]) -> Runs:

@@ -8,7 +8,8 @@ from enum import Enum, StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.core.plans import CopyPlan, Rows
+from kvmanager.core.plans import CopyPlan
+from kvmanager.core.spanplans import SpanRun
 from kvmanager.errors import KVError
 from kvmanager.geometry import Int64Array
 
@@ -460,11 +461,11 @@ class CancelPlan:
 
 @dataclass(frozen=True)
 class PullTarget:
-    """Where pulled rows go, for one page class: one entry a position (`positions` ascending)."""
+    """Where pulled rows go, for one page class: positions below `end` of the spans (ascending)."""
 
     page_class: str
-    positions: Int64Array
-    rows: Rows
+    spans: tuple[SpanRun, ...]
+    end: int
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import numpy as np
 
 from kvmanager.core.events import SubmitPlan
 from kvmanager.core.group import Chain, Group
-from kvmanager.core.plans import CopyPlan, Purpose, Rows, StridedCopies, copy_rows, copy_whole_pages
+from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
 from kvmanager.core.rows import RowArray
+from kvmanager.core.spanplans import SpanRun, copy_pages, copy_spans
 from kvmanager.core.spans import DEVICE, HOST
 from kvmanager.core.spec import Placement
 from kvmanager.core.state import CopyJob, State, concat
@@ -15,9 +16,9 @@ from kvmanager.core.verification import copied_back
 from kvmanager.geometry import Int64Array
 
 
-def between_tiers(chain: Chain, page_class: int, source_tier: int, pages: tuple[Int64Array, Int64Array]) -> tuple[
-    StridedCopies, ...
-]:
+def between_tiers(
+    chain: Chain, page_class: int, source_tier: int, pages: tuple[Int64Array, Int64Array]
+) -> tuple[PagedCopies, ...]:
     """Whole-page copies device -> host or back. `pages`: (source pages, target pages).
 
     Sharded: rank r to its own host share. Replicated: host page i lies in share i mod N, written by that
@@ -25,94 +26,62 @@ def between_tiers(chain: Chain, page_class: int, source_tier: int, pages: tuple[
     """
     c = chain.page_class(page_class)
     device, host = (pages[0], pages[1]) if source_tier == DEVICE else (pages[1], pages[0])
+    copies: list[PagedCopies] = []
+
+    def copy(on_device: int, device_pages: Int64Array, on_host: int, host_pages: Int64Array) -> None:
+        ends = ((on_device, device_pages), (on_host, host_pages))
+        source, target = ends if source_tier == DEVICE else reversed(ends)
+        copies.extend(copy_pages(c.page_bytes, *source, *target))
+
     if chain.spec.placement is Placement.SHARDED:
-        if source_tier == DEVICE:
-            return _on_all_ranks(c.page_bytes, c.device_regions, device, c.host_regions, host)
-        return _on_all_ranks(c.page_bytes, c.host_regions, host, c.device_regions, device)
+        for on_device, on_host in zip(c.device_regions, c.host_regions, strict=True):
+            copy(on_device, device, on_host, host)
+        return tuple(copies)
     ranks = len(c.device_regions)
-    copies: list[StridedCopies] = []
-    for share in range(ranks):
+    for share, on_host in enumerate(c.host_regions):
         mine = host % ranks == share
-        if not mine.any():
-            continue
-        on_device, in_share = device[mine], host[mine] // ranks
-        if source_tier == DEVICE:
-            copies += copy_whole_pages(
-                c.page_bytes, [c.device_regions[share]], on_device, [c.host_regions[share]], in_share
-            )
-            continue
-        for region in c.device_regions:
-            copies += copy_whole_pages(c.page_bytes, [c.host_regions[share]], in_share, [region], on_device)
+        readers = c.device_regions[share : share + 1] if source_tier == DEVICE else c.device_regions
+        for on_device in readers:
+            copy(on_device, device[mine], on_host, host[mine] // ranks)
     return tuple(copies)
 
 
-def _on_all_ranks(
-    page_bytes: int, sources: tuple[int, ...], source: Int64Array, targets: tuple[int, ...], target: Int64Array
-) -> tuple[StridedCopies, ...]:
-    """`copy_whole_pages` on every rank: one rank's copies are worked out, the others' differ in their regions only."""
-    first = copy_whole_pages(page_bytes, sources[:1], source, targets[:1], target)
-    return tuple(_between(part, *ends) for ends in zip(sources, targets, strict=True) for part in first)
+def span_runs(chain: Chain, page_class: int, tier: int, rows: RowArray) -> tuple[SpanRun, ...]:
+    """Where spans lie, ascending; those that follow each other in one order together.
 
-
-def _between(copies: StridedCopies, source_region: int, target_region: int) -> StridedCopies:
-    """The same copies between other regions."""
-    return StridedCopies(
-        source_region,
-        target_region,
-        copies.source_offsets,
-        copies.target_offsets,
-        copies.counts,
-        copies.source_strides,
-        copies.target_strides,
-        copies.row_bytes,
-    )
-
-
-def span_rows(chain: Chain, page_class: int, tier: int, rows: RowArray, tokens: int) -> Rows:
-    """Where the first `tokens` tokens of spans of one order lie, one entry a token (rank 0's copy of a replicated one).
-
-    All spans but the last are covered whole.
+    Of a replicated group, rank 0's copy.
     """
-    spec, order = chain.spec, chain.table.order(int(rows[0]))
-    page, slot = order.place(np.arange(spec.span_tokens(order), dtype=np.int64))
-    pages = chain.table.pages[page_class, tier, rows]
+    table, spec = chain.table, chain.spec
     c = chain.page_class(page_class)
-    regions = np.asarray(c.device_regions if tier == DEVICE else c.host_regions, np.int32)
+    regions = c.device_regions if tier == DEVICE else c.host_regions
     if spec.placement is Placement.REPLICATED:
-        rank, entry = np.zeros_like(page), page
-    else:
-        entry, rank = np.divmod(page, spec.ranks)
-    spans = len(rows)
-    return Rows(np.tile(regions[rank], spans), pages[:, entry].reshape(-1), np.tile(slot, spans))[:tokens]
+        regions = regions[:1]
+    first, segments = table.first_token[rows], table.segments[rows]
+    breaks = np.diff(segments) | np.diff(table.interleave[rows])
+    breaks |= np.diff(first) != segments[:-1] * spec.page_rows
+    runs = []
+    for alike in np.split(rows, np.flatnonzero(breaks) + 1) if len(rows) else ():
+        order = table.order(int(alike[0]))
+        pages = table.pages[page_class, tier, alike, : order.segments // len(regions)]
+        runs.append(SpanRun(int(table.first_token[alike[0]]), order, regions, pages.reshape(-1).astype(np.int64)))
+    return tuple(runs)
 
 
 def copy_on_write(state: State, chain: Chain, donor: int, row: int, tokens: int) -> CopyPlan:
     """Copies slots [0, tokens) of the donor into a new span, for the worker to run before its first write."""
-    copies: list[StridedCopies] = []
-    for c in range(len(chain.spec.classes)):
-        copies += _copy_slots(chain, c, donor, row, tokens)
-    return CopyPlan(state.new_plan_id(), Purpose.COPY_ON_WRITE, tuple(copies))
-
-
-def _copy_slots(chain: Chain, page_class: int, donor: int, row: int, tokens: int) -> list[StridedCopies]:
-    """The first tokens of a span fill the first slots of each of its pages, so ranks with as many are alike."""
-    spec, table, order = chain.spec, chain.table, chain.table.order(row)
+    table, order = chain.table, chain.table.order(row)
     assert table.order(donor) == order
-    c = chain.page_class(page_class)
-    source, target = (table.pages[page_class, DEVICE, span] for span in (donor, row))
-    filled = [order.rows_in_page(tokens, page) for page in range(order.segments)]
-    made: dict[tuple[int, ...], tuple[StridedCopies, ...]] = {}
-    copies: list[StridedCopies] = []
-    for rank, region in enumerate(c.device_regions):
-        mine = tuple(filled if spec.placement is Placement.REPLICATED else filled[rank :: spec.ranks])
-        if mine not in made:
-            ordinals = np.repeat(np.arange(len(mine)), mine)
-            slots = concat([np.arange(count, dtype=np.int64) for count in mine])
-            regions = np.full(len(slots), region, np.int32)
-            ends = [Rows(regions, pages[ordinals], slots) for pages in (source, target)]
-            made[mine] = copy_rows(c.layout, c.layout, ends[0], ends[1])
-        copies += [_between(part, region, region) for part in made[mine]]
-    return copies
+    copies: list[PagedCopies] = []
+    for number, c in enumerate(chain.spec.classes):
+        ranks = [(region,) for region in c.device_regions] if chain.spec.placement is Placement.REPLICATED else [
+            c.device_regions
+        ]
+        for regions in ranks:
+            source, target = (
+                SpanRun(0, order, regions, table.page_list(number, DEVICE, span)) for span in (donor, row)
+            )
+            copies += copy_spans(c.layout, c.layout, [source], [target], tokens)
+    return CopyPlan(state.new_plan_id(), Purpose.COPY_ON_WRITE, tuple(copies))
 
 
 def onboard(

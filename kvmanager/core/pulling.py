@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvmanager.core.events import AbandonTicket, Open, PullTarget, StartPull
-from kvmanager.core.group import Chain
-from kvmanager.core.movement import span_rows
-from kvmanager.core.plans import Rows
+from kvmanager.core.movement import span_runs
 from kvmanager.core.request import RequestChain
 from kvmanager.core.rows import RowArray
 from kvmanager.core.spans import DEVICE, FILLING, HOST
-from kvmanager.core.state import Engine, PullJob, State, concat
-from kvmanager.geometry import Int64Array
+from kvmanager.core.state import Engine, PullJob, State
 
 
 def start_pull(state: State, engine: Engine, event: Open) -> None:
@@ -54,29 +49,6 @@ def _pull_targets(part: RequestChain, rows: RowArray, end: int) -> tuple[PullTar
     for c, page_class in enumerate(chain.spec.classes):
         for tier in (DEVICE, HOST):
             there = reached[table.copies[c, tier, reached] == FILLING]
-            changes = np.diff(table.segments[there]) | np.diff(table.interleave[there])
-            parts = [_placed(chain, c, tier, alike, end) for alike in np.split(there, np.flatnonzero(changes) + 1)]
             if len(there):
-                targets.append(PullTarget(page_class.name, *(parts[0] if len(parts) == 1 else _joined(parts))))
+                targets.append(PullTarget(page_class.name, span_runs(chain, c, tier, there), end))
     return tuple(targets)
-
-
-def _joined(parts: list[tuple[Int64Array, Rows]]) -> tuple[Int64Array, Rows]:
-    places = [rows for _, rows in parts]
-    merged = Rows(
-        np.concatenate([rows.region for rows in places]),
-        np.concatenate([rows.page for rows in places]),
-        np.concatenate([rows.slot for rows in places]),
-    )
-    return concat([positions for positions, _ in parts]), merged
-
-
-def _placed(chain: Chain, page_class: int, tier: int, rows: RowArray, end: int) -> tuple[Int64Array, Rows]:
-    """Positions below `end` of spans of one order, and their places."""
-    if len(rows) == 0:
-        return np.empty(0, np.int64), Rows(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
-    table = chain.table
-    each = np.arange(chain.spec.span_tokens(table.order(int(rows[0]))), dtype=np.int64)
-    positions = (table.first_token[rows][:, None] + each).reshape(-1)
-    positions = positions[: int(np.searchsorted(positions, end))]  # only the last span may be covered in part
-    return positions, span_rows(chain, page_class, tier, rows, len(positions))

@@ -1,152 +1,168 @@
-"""Copy plans for many alike spans at once: worked out for one span, then laid over all of them.
+"""Copy plans between spans: the pattern of a few spans, laid over all of them.
 
-`plans.copy_rows` looks at every token. Here only the tokens of one span are looked at, and what repeats becomes an
-extent of the copy: a hand-off of a million tokens into consecutive pages is some hundred copy sets of one offset each.
+Only as many tokens are looked at as both sides' spans take to repeat. The rest of a plan is page numbers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from kvmanager.core.plans import (
-    Box,
-    Int32Array,
-    Progression,
-    Rows,
-    StridedCopies,
-    boxes,
-    check_slots,
-    matched_components,
-    progressions,
-)
+from kvmanager.core.patterns import Progression, Rows, boxes, check_slots, matched_components, progressions
+from kvmanager.core.plans import Box, PagedCopies, PlacedPages
 from kvmanager.errors import LayoutMismatch
 from kvmanager.geometry import Int64Array, TokenOrder
-from kvmanager.layout import KVLayout
+from kvmanager.layout import Component, KVLayout
+
+_ONE_PLACE = np.zeros(1, np.int64)
 
 
 @dataclass(frozen=True)
-class SpanPlaces:
-    """Where alike spans lie.
+class SpanRun:
+    """Spans of one token order that follow each other from position `first_token` on.
 
-    page, slot: int64[tokens of a span], which of the span's pages each token lies in, and where there.
-    regions: int32[pages of a span]. pages: int64[spans, pages of a span], page indexes in those regions.
+    Page k of a span lies in region `regions[k % len(regions)]` and is entry `k // len(regions)` of the span's pages:
+    `pages` is int64[spans * segments // len(regions)], span after span.
     """
 
-    page: Int64Array
-    slot: Int64Array
-    regions: Int32Array
+    first_token: int
+    order: TokenOrder
+    regions: tuple[int, ...]
     pages: Int64Array
 
-    @classmethod
-    def ordered(cls, order: TokenOrder, page_rows: int, regions: Int32Array, pages: Int64Array) -> SpanPlaces:
-        """Spans in one token order. `pages`: int64[spans, segments]."""
-        page, slot = order.place(np.arange(order.segments * page_rows, dtype=np.int64))
-        return cls(page, slot, regions, pages)
-
-    @classmethod
-    def sequential(cls, page_rows: int, region: int, pages: Int64Array) -> SpanPlaces:
-        """Spans whose tokens fill one page after the other. `pages`: int64[spans, pages of a span]."""
-        page, slot = np.divmod(np.arange(pages.shape[1] * page_rows, dtype=np.int64), page_rows)
-        return cls(page, slot, np.full(pages.shape[1], region, np.int32), pages)
-
     @property
-    def rows(self) -> Rows:
-        """The tokens of one span, by the number of the page within the span."""
-        return Rows(self.regions[self.page], self.page, self.slot)
+    def width(self) -> int:
+        """Entries of `pages` for one span."""
+        return self.order.segments // len(self.regions)
+
+    def tokens(self, page_rows: int) -> int:
+        """Tokens that all spans hold."""
+        return len(self.pages) // self.width * self.order.segments * page_rows
+
+    def rows(self, page_rows: int, first: int, last: int) -> Rows:
+        """Where positions [first, last) lie; `page` counts entries of `pages`."""
+        spans, offset = np.divmod(
+            np.arange(first - self.first_token, last - self.first_token, dtype=np.int64),
+            self.order.segments * page_rows,
+        )
+        page, slot = self.order.place(offset)
+        entry, rank = np.divmod(page, len(self.regions))
+        return Rows(np.asarray(self.regions, np.int32)[rank], spans * self.width + entry, slot)
+
+
+def copy_pages(
+    page_bytes: int, source_region: int, source_pages: Int64Array, target_region: int, target_pages: Int64Array
+) -> tuple[PagedCopies, ...]:
+    """Pages of one layout as they are, `source_pages[i]` to `target_pages[i]`."""
+    if len(source_pages) == 0:
+        return ()
+    source, target = (PlacedPages(pages, 1, _ONE_PLACE, _ONE_PLACE) for pages in (source_pages, target_pages))
+    box = Box(0, 0, 0, 0, page_bytes, page_bytes, (), (), (), page_bytes)
+    return (PagedCopies(source_region, target_region, len(source_pages), source, target, (box,)),)
 
 
 def copy_spans(
-    source_layout: KVLayout, target_layout: KVLayout, source: SpanPlaces, target: SpanPlaces
-) -> tuple[StridedCopies, ...]:
-    """As `copy_rows` for all tokens of all spans. Raises LayoutMismatch for spans that don't hold the same tokens."""
-    if source.page.shape != target.page.shape or len(source.pages) != len(target.pages):
-        raise LayoutMismatch(
-            f"{len(source.pages)} spans of {len(source.page)} tokens for {len(target.pages)} of {len(target.page)}"
-        )
-    if len(source.pages) == 0 or len(source.page) == 0:
-        return ()
-    pairs = matched_components(source_layout, target_layout)
-    copies: list[StridedCopies] = []
-    made: dict[tuple[int, int, int], list[Box]] = {}  # ranks differ in where rows lie, not in their shape
-    for pattern in progressions(source.rows, target.rows):
-        shape = pattern.source_step, pattern.target_step, pattern.rows
-        if shape not in made:
-            made[shape] = boxes(pairs, source_layout, target_layout, pattern)
-        check_slots(source_layout, pattern.source_slot, pattern.source_step, pattern.rows)
-        check_slots(target_layout, pattern.target_slot, pattern.target_step, pattern.rows)
-        spread = _Spread.over(pattern, source.pages, target.pages)
-        copies += [spread.place(box, pattern.source_region, pattern.target_region) for box in made[shape]]
+    source_layout: KVLayout,
+    target_layout: KVLayout,
+    source: Sequence[SpanRun],
+    target: Iterable[SpanRun],
+    end: int,
+) -> tuple[PagedCopies, ...]:
+    """The copies that bring every component of the target's spans, for positions below `end`, from the source.
+
+    `source`: ascending. Raises LayoutMismatch for what has no counterpart: a component that the source layout lacks
+    or holds in rows of another length, an order that does not fit its pages, a position that no source span holds.
+    """
+    patterns = _Patterns(source_layout, target_layout)
+    firsts = [run.first_token for run in source]
+    copies: list[PagedCopies] = []
+    for spans in target:
+        first = spans.first_token
+        last = min(end, first + spans.tokens(target_layout.page_rows))
+        for held, a, b in _covering(source[max(0, bisect_right(firsts, first) - 1) :], source_layout, first, last):
+            copies += patterns.lay(held, spans, a, b)
     return tuple(copies)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """Pages and slots of one side: `first` of them, int64[n], and steps for each extent that repeats."""
-
-    page: Int64Array
-    slot: Int64Array
-    steps: tuple[tuple[int, int], ...]  # (pages, slots), slowest first
-
-    def offsets(self, start: int, page_stride: int, slot_stride: int) -> Int64Array:
-        return self.page * page_stride + (self.slot * slot_stride + start)
-
-    def strides(self, page_stride: int, slot_stride: int) -> tuple[int, ...]:
-        return tuple(pages * page_stride + slots * slot_stride for pages, slots in self.steps)
+def _covering(source: Sequence[SpanRun], layout: KVLayout, first: int, last: int) -> Iterator[tuple[SpanRun, int, int]]:
+    """The source's runs that hold [first, last), each with its part of it."""
+    for run in source:
+        end = min(last, run.first_token + run.tokens(layout.page_rows))
+        if first >= last or not run.first_token <= first < end:
+            break
+        yield run, first, end
+        first = end
+    if first < last:
+        raise LayoutMismatch(f"position {first} is in none of the source's spans, of layout {layout.name}")
 
 
-@dataclass(frozen=True)
-class _Spread:
-    """A pattern over all spans: what repeats at equal steps on both sides is an extent, the rest is offsets."""
+class _Patterns:
+    """What has been worked out for a pair of layouts."""
 
-    counts: tuple[int, ...]
-    source: _Side
-    target: _Side
+    def __init__(self, source: KVLayout, target: KVLayout) -> None:
+        self._layouts = source, target
+        self._pairs: list[tuple[Component, Component]] = matched_components(source, target)
+        self._boxes: dict[tuple[int, int, int], tuple[Box, ...]] = {}
 
-    @classmethod
-    def over(cls, pattern: Progression, source_pages: Int64Array, target_pages: Int64Array) -> _Spread:
-        """Folds the pairs of the pattern, then the spans, where they step evenly."""
-        pages = source_pages[:, pattern.source_page], target_pages[:, pattern.target_page]
-        slots = pattern.source_slot, pattern.target_slot
-        counts: list[int] = []
-        steps: list[list[tuple[int, int]]] = [[], []]
-        pairs = len(slots[0])
-        if pairs > 1 and all(_even(p, axis=1) and _even(s[None], axis=1) for p, s in zip(pages, slots, strict=True)):
-            counts.append(pairs)
-            for side in (0, 1):
-                steps[side].append((int(pages[side][0, 1] - pages[side][0, 0]), int(slots[side][1] - slots[side][0])))
-            pages, slots = (pages[0][:, :1], pages[1][:, :1]), (slots[0][:1], slots[1][:1])
-        spans = len(pages[0])
-        if spans > 1 and all(_even(p, axis=0) for p in pages):
-            counts.insert(0, spans)
-            for side in (0, 1):
-                steps[side].insert(0, (int(pages[side][1, 0] - pages[side][0, 0]), 0))
-            pages = pages[0][:1], pages[1][:1]
-        source, target = (
-            _Side(page.reshape(-1), np.tile(slot, len(page)), tuple(step))
-            for page, slot, step in zip(pages, slots, steps, strict=True)
+    def lay(self, source: SpanRun, target: SpanRun, first: int, last: int) -> Iterator[PagedCopies]:
+        """Positions [first, last), which both hold: whole periods of both orders by one pattern, then the rest."""
+        for side, layout in zip((source, target), self._layouts, strict=True):
+            _check_order(side, layout)
+        spans = [
+            side.order.segments * layout.page_rows
+            for side, layout in zip((source, target), self._layouts, strict=True)
+        ]
+        period = math.lcm(*spans)
+        groups = (last - first) // period
+        advances = [period // span * side.width for span, side in zip(spans, (source, target), strict=True)]
+        if groups:
+            yield from self._groups(source, target, (first, first + period), groups, advances)
+        if first + groups * period < last:
+            yield from self._groups(source, target, (first + groups * period, last), 1, [0, 0])
+
+    def _groups(
+        self, source: SpanRun, target: SpanRun, of: tuple[int, int], groups: int, advances: list[int]
+    ) -> Iterator[PagedCopies]:
+        """The pattern of the positions [of[0], of[1]), at each of the groups."""
+        rows, pages = [], []
+        for side, layout, advance in zip((source, target), self._layouts, advances, strict=True):
+            found = side.rows(layout.page_rows, *of)
+            low = int(found.page.min())
+            rows.append(replace(found, page=found.page - low))
+            pages.append(side.pages[low : int(found.page.max()) + (groups - 1) * advance + 1])
+        for each in progressions(*rows):
+            yield PagedCopies(
+                each.source_region,
+                each.target_region,
+                groups,
+                PlacedPages(pages[0], advances[0], each.source_page, each.source_slot),
+                PlacedPages(pages[1], advances[1], each.target_page, each.target_slot),
+                self._of(each),
+            )
+
+    def _of(self, each: Progression) -> tuple[Box, ...]:
+        """Ranks, and tails, differ in where rows lie, seldom in their shape."""
+        shape = each.source_step, each.target_step, each.rows
+        if shape not in self._boxes:
+            self._boxes[shape] = boxes(self._pairs, *self._layouts, each)
+        check_slots(self._layouts[0], each.source_slot, each.source_step, each.rows)
+        check_slots(self._layouts[1], each.target_slot, each.target_step, each.rows)
+        return self._boxes[shape]
+
+
+def _check_order(spans: SpanRun, layout: KVLayout) -> None:
+    order, ranks = spans.order, len(spans.regions)
+    if layout.page_rows % order.interleave:
+        raise LayoutMismatch(
+            f"token order ({order.segments}, {order.interleave}) does not fit pages of {layout.page_rows} rows "
+            f"of {layout.name}: the interleave must divide them"
         )
-        return cls(tuple(counts), source, target)
-
-    def place(self, box: Box, source_region: int, target_region: int) -> StridedCopies:
-        """The box at every pair of pages."""
-        source = self.source.offsets(box.source_offset, box.source_page_stride, box.source_slot_stride)
-        target = self.target.offsets(box.target_offset, box.target_page_stride, box.target_slot_stride)
-        counts = (*self.counts, *box.counts)
-        strides = (
-            (*self.source.strides(box.source_page_stride, box.source_slot_stride), *box.source_strides),
-            (*self.target.strides(box.target_page_stride, box.target_slot_stride), *box.target_strides),
+    if order.segments % ranks:
+        raise LayoutMismatch(
+            f"token order ({order.segments}, {order.interleave}) does not fit {ranks} ranks of {layout.name}: "
+            "every rank must hold as many pages of a span"
         )
-        row_bytes = box.row_bytes
-        while counts and strides[0][-1] == strides[1][-1] == row_bytes:
-            row_bytes *= counts[-1]
-            counts, strides = counts[:-1], (strides[0][:-1], strides[1][:-1])
-        return StridedCopies(source_region, target_region, source, target, counts, *strides, row_bytes)
-
-
-def _even(values: npt.NDArray[np.int64], axis: int) -> bool:
-    """Whether neighbours along the axis are all the same step apart."""
-    steps = np.diff(values, axis=axis)
-    return bool((steps == steps.flat[0]).all()) if steps.size else True

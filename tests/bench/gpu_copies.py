@@ -14,16 +14,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 
 from kvmanager.allocators.cuda_driver import DeviceContext, call, driver
 from kvmanager.allocators.device_memory import DeviceMapping, create_device_memory
-from kvmanager.core.plans import CopyPlan, Purpose, Rows, StridedCopies, copy_rows, copy_whole_pages
-from kvmanager.geometry import ShardGeometry
+from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose, StridedCopies
+from kvmanager.core.spanplans import SpanRun, copy_pages, copy_spans
+from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.layout import GLM53, native_layout
 from kvmanager.transport.cuda import SMALL_COPY_BYTES, CudaExecutor
-from kvmanager.transport.cuda_copies import Box, CudaCopies, as_box, stacked
+from kvmanager.transport.cuda_copies import Box, CudaCopies, as_box
 from kvmanager.transport.executor import RegionMap
 from kvmanager.transport.pinned import PinnedMemory, chunk_bounds
 from kvmanager.transport.runs import slices
@@ -142,18 +144,21 @@ def _page_plans(memory: Memory, rng: np.random.Generator, down: bool, first_id: 
     plans = []
     for number in range(PLANS // 2):
         part = slice(number * PLAN_PAGES, (number + 1) * PLAN_PAGES)
-        copies = copy_whole_pages(PAGE, [source[0]], source[1][part], [target[0]], target[1][part])
+        copies = copy_pages(PAGE, source[0], source[1][part], target[0], target[1][part])
         plans.append(CopyPlan(first_id + number, Purpose.OFFLOAD if down else Purpose.ONBOARD, copies))
     return plans
 
 
 def _permuted(pages: int) -> CopyPlan:
     """DCP8 pages in HBM to sequential pages on the host."""
-    tokens = np.arange(pages * 64, dtype=np.int64)
-    span, rank, slot = ShardGeometry(8, 64, 1).place(tokens)
-    source = Rows(np.full(len(tokens), HBM, np.int32), span * 8 + rank, slot)
-    target = Rows(np.full(len(tokens), HOST, np.int32), tokens // 64, tokens % 64)
-    return CopyPlan(1, Purpose.PLACE, copy_rows(LAYOUT, LAYOUT, source, target))
+    source = SpanRun(0, TokenOrder(8, 1), (HBM,), np.arange(pages))
+    target = SpanRun(0, SEQUENTIAL, (HOST,), np.arange(pages))
+    return CopyPlan(1, Purpose.PLACE, copy_spans(LAYOUT, LAYOUT, [source], [target], pages * 64))
+
+
+def _rows_from(plan: CopyPlan, least_bytes: int) -> tuple[PagedCopies, ...]:
+    """The boxes whose rows are at least so long."""
+    return tuple(replace(c, boxes=tuple(b for b in c.boxes if b.row_bytes >= least_bytes)) for c in plan.copies)
 
 
 def figures() -> Iterator[Figure]:
@@ -206,12 +211,12 @@ def _shape_figures(memory: Memory, plain: Plain, executor: CudaExecutor) -> Iter
         yield Figure(f"gpu: the same {what}", rate / GB, "GB/s", "one 3-D copy a page pair", rate / boxes)
         other.release()
     for name, least in (("latent rows", 656), ("groups of four layers", 2_624)):
-        part = CopyPlan(1, Purpose.PLACE, tuple(c for c in plan.copies if c.row_bytes >= least))
+        part = CopyPlan(1, Purpose.PLACE, _rows_from(plan, least))
         rate = part.total_bytes / _median_s(lambda part=part: _run(executor, [part]))  # type: ignore[misc]
         yield Figure(f"gpu: permuted offload, {name}", rate / GB, "GB/s", "one 3-D copy a page pair", rate / boxes)
     pages = np.random.default_rng(6).permutation(1_024)
     run_bytes = LAYERS * LAYER_RUN
-    one = StridedCopies(HBM, HOST, pages * run_bytes, np.arange(1_024) * run_bytes, (), (), (), run_bytes)
+    (one,) = copy_pages(run_bytes, HBM, pages, HOST, np.arange(1_024))
     whole = one.total_bytes / _median_s(lambda: _run(executor, [CopyPlan(1, Purpose.OFFLOAD, (one,))]))
     yield Figure("gpu: pages of one run", whole / GB, "GB/s", "itself", 1.0)
     many = StridedCopies(
@@ -248,7 +253,7 @@ def _bare_3d(memory: Memory, plain: Plain) -> float:
 
 def _boxes_alone(memory: Memory, plain: Plain, plan: CopyPlan) -> float:
     """Bytes a second of the plan's largest boxes (the groups of four layers), one driver call each, no executor."""
-    largest = max(stacked(plan.copies), key=lambda c: c.total_bytes)
+    largest = max(plan.pieces(), key=lambda c: c.total_bytes)
     calls = CudaCopies(memory.regions, 0)
     part, box = as_box(largest, (1 << 31) - 1, lambda _: False)
     assert box is not None
@@ -315,7 +320,7 @@ def _load(what: str) -> None:
         while len(executor.outstanding()) < 4:
             number += 1
             places = (pages * 7 + number) % 2_000, (pages * 3 + number) % 2_000
-            whole = copy_whole_pages(PAGE, [HBM], places[0], [HOST], places[1])
+            whole = copy_pages(PAGE, HBM, places[0], HOST, places[1])
             copies = whole if what == "whole" else permuted
             executor.submit(CopyPlan(number, Purpose.OFFLOAD, copies))
         moved += sum(completion.moved_bytes for completion in executor.poll())

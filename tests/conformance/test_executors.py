@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
+from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
 from kvmanager.errors import Draining, InvalidArgument, TransferFailed
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.cuda import CudaExecutor
@@ -17,6 +17,7 @@ from kvmanager.transport.fake import FakeExecutor
 from kvmanager.transport.nixl import NixlReader
 from kvmanager.transport.nixl_executor import NixlExecutor
 from kvmanager.units import MIB
+from tests.plans import strided
 
 SOURCES, TARGETS = (1, 2), (11, 12)
 REGION_BYTES = 6 * MIB
@@ -107,7 +108,7 @@ def _drain(executor) -> dict[int, Completion]:
     return ended
 
 
-def _strided(rng: random.Random, source_at: int, target_at: int) -> tuple[StridedCopies, int]:
+def _strided(rng: random.Random, source_at: int, target_at: int) -> tuple[PagedCopies, int]:
     """Random strided copies inside [at, at + 1 MiB) on each side, target ranges apart, and the bytes they take."""
     counts = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 3)))
     row = rng.choice((1, 4, 128, 131, 656))
@@ -122,7 +123,7 @@ def _strided(rng: random.Random, source_at: int, target_at: int) -> tuple[Stride
     places = [np.array(rng.sample(range(room), n)) * max(reach) for _ in range(2)]
     if rng.random() < 0.3:
         places = [np.arange(n) * max(reach) for _ in range(2)]
-    copies = StridedCopies(
+    copies = strided(
         rng.choice(SOURCES), rng.choice(TARGETS), places[0] + source_at, places[1] + target_at,
         counts, tuple(strides[0]), tuple(strides[1]), row,
     )  # fmt: skip
@@ -131,7 +132,7 @@ def _strided(rng: random.Random, source_at: int, target_at: int) -> tuple[Stride
 
 def _model(memory, before: dict[int, np.ndarray], plan: CopyPlan) -> None:
     """Byte by byte, on copies of the target regions."""
-    for c in plan.copies:
+    for c in plan.pieces():
         for source, target in zip(c.source_offsets.tolist(), c.target_offsets.tolist(), strict=True):
             for index in itertools.product(*map(range, c.counts)):
                 s = source + sum(i * stride for i, stride in zip(index, c.source_strides, strict=True))
@@ -143,7 +144,7 @@ def _pages(
     plan_id: int, pages: int, page_bytes: int, at: int = 0, target: int = 11, purpose: Purpose = Purpose.OFFLOAD
 ) -> CopyPlan:
     offsets = np.arange(pages, dtype=np.int64) * page_bytes + at
-    copies = StridedCopies(1, target, offsets, offsets[::-1].copy(), (), (), (), page_bytes)
+    copies = strided(1, target, offsets, offsets[::-1].copy(), (), (), (), page_bytes)
     return CopyPlan(plan_id, purpose, (copies,))
 
 
@@ -168,7 +169,7 @@ def test_bytes_equal_a_naive_model(executor, memory, seed):
 
 
 def test_negative_strides_copy_backwards(executor, memory):
-    copies = StridedCopies(1, 11, np.array([5000]), np.array([0]), (5,), (-1000,), (700,), 656)
+    copies = strided(1, 11, np.array([5000]), np.array([0]), (5,), (-1000,), (700,), 656)
     expected = {11: memory[11].copy()}
     plan = CopyPlan(1, Purpose.PLACE, (copies,))
     _model(memory, expected, plan)
@@ -178,7 +179,7 @@ def test_negative_strides_copy_backwards(executor, memory):
 
 
 def test_a_large_run_and_many_large_pages_arrive_whole(executor, memory):
-    whole = StridedCopies(1, 11, np.array([1]), np.array([0]), (), (), (), 5 * MIB + 3)
+    whole = strided(1, 11, np.array([1]), np.array([0]), (), (), (), 5 * MIB + 3)
     executor.submit(CopyPlan(1, Purpose.OFFLOAD, (whole,)))
     executor.submit(_pages(2, 6, MIB, target=12))
     assert {c.outcome for c in _drain(executor).values()} == {Outcome.DONE}
@@ -210,8 +211,8 @@ def test_a_plan_that_leaves_its_region_fails_before_a_byte_moves(executor, memor
     } | change  # fmt: skip
     for side in ("source_offsets", "target_offsets"):
         fields[side] = np.array(fields[side], dtype=np.int64)
-    good = StridedCopies(1, 12, np.array([0]), np.array([0]), (), (), (), 4096)
-    executor.submit(CopyPlan(5, Purpose.PLACE, (good, StridedCopies(**fields))))
+    good = strided(1, 12, np.array([0]), np.array([0]), (), (), (), 4096)
+    executor.submit(CopyPlan(5, Purpose.PLACE, (good, strided(**fields))))
     assert executor.outstanding() == [5]
     completion = _drain(executor)[5]
     assert completion.outcome is Outcome.FAILED
@@ -223,7 +224,7 @@ def test_a_plan_that_leaves_its_region_fails_before_a_byte_moves(executor, memor
 
 
 def test_the_last_byte_of_a_region_is_inside(executor, memory):
-    copies = StridedCopies(1, 11, np.array([REGION_BYTES - 656]), np.array([REGION_BYTES - 656]), (), (), (), 656)
+    copies = strided(1, 11, np.array([REGION_BYTES - 656]), np.array([REGION_BYTES - 656]), (), (), (), 656)
     executor.submit(CopyPlan(1, Purpose.PLACE, (copies,)))
     assert _drain(executor)[1].outcome is Outcome.DONE
     assert np.array_equal(memory[11][-656:], memory[1][-656:])
@@ -232,7 +233,7 @@ def test_the_last_byte_of_a_region_is_inside(executor, memory):
 def test_empty_plans_complete_too(executor):
     none = np.zeros(0, dtype=np.int64)
     executor.submit(CopyPlan(1, Purpose.PLACE, ()))
-    executor.submit(CopyPlan(2, Purpose.PLACE, (StridedCopies(1, 11, none, none, (4,), (1,), (1,), 656),)))
+    executor.submit(CopyPlan(2, Purpose.PLACE, (strided(1, 11, none, none, (4,), (1,), (1,), 656),)))
     ended = _drain(executor)
     assert {i: (c.outcome, c.moved_bytes) for i, c in ended.items()} == {1: (Outcome.DONE, 0), 2: (Outcome.DONE, 0)}
 
@@ -381,7 +382,7 @@ def test_cpu_interleaves_a_huge_plan_with_small_ones(host_memory):
     """By turns, not by time: small plans behind a huge one end long before it does."""
     executor = CpuExecutor(host_memory)
     tiny = np.arange(REGION_BYTES // 64, dtype=np.int64) * 64
-    huge = StridedCopies(1, 11, tiny, tiny[::-1].copy(), (), (), (), 64)
+    huge = strided(1, 11, tiny, tiny[::-1].copy(), (), (), (), 64)
     executor.submit(CopyPlan(1, Purpose.OFFLOAD, (huge,)))
     for plan_id in range(2, 6):
         executor.submit(_pages(plan_id, 1, 656, target=12))

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvmanager.allocators.backing import create_memfd, map_fd
-from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
+from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.moverlink import MoverLink, mover_socket
 from kvmanager.transport.pacing import NO_LIMITS
 from kvmanager.wire import RegionInfo, RegionKind, unpack_u64
+from tests.plans import strided
 
 WAIT_S = 30
 POISON = 0xA5
@@ -107,12 +108,12 @@ def running(directory, *arguments, stderr=None):
 
 def reversed_pieces(plan_id, source, target, offsets, length=4096):
     array = np.array(offsets, dtype=np.int64)
-    copies = StridedCopies(source, target, array, array[::-1].copy(), (), (), (), length)
+    copies = strided(source, target, array, array[::-1].copy(), (), (), (), length)
     return CopyPlan(plan_id, Purpose.OFFLOAD, (copies,))
 
 
 def slow_plan(plan_id, size):
     """Reverses `size` bytes by 64: half a million short runs in a message of some bytes."""
     last = np.array([size - 64])
-    copies = StridedCopies(1, 2, np.array([0]), last, (size // 64,), (64,), (-64,), 64)
+    copies = strided(1, 2, np.array([0]), last, (size // 64,), (64,), (-64,), 64)
     return CopyPlan(plan_id, Purpose.PLACE, (copies,))

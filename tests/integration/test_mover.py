@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 
 from kvmanager import lockfile
-from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
+from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.errors import PeerUnreachable
 from kvmanager.framing import send_frame
 from kvmanager.moverlink import mover_socket
+from kvmanager.planwire import plan_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import KEEPER_LOCK
 from kvmanager.transport.pacing import LinkRates
 from kvmanager.units import MIB
-from kvmanager.wire import RegionInfo, RegionKind, plan_to_proto
+from kvmanager.wire import RegionInfo, RegionKind
 from tests.integration.mover_process import POISON, WAIT_S, Client, reversed_pieces, running, slow_plan
+from tests.plans import strided
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def test_a_link_at_its_rate_delays_write_back_and_no_onboard(tmp_path):
         size = 64 * MIB
         source = client.add(1, size, fill=7)
         target = client.add(2, size)
-        whole = StridedCopies(1, 2, np.array([0]), np.array([0]), (), (), (), size)
+        whole = strided(1, 2, np.array([0]), np.array([0]), (), (), (), size)
         client.link.submit(CopyPlan(1, Purpose.OFFLOAD, (whole,)))
         client.link.submit(CopyPlan(2, Purpose.ONBOARD, (whole,)))
         assert client.completions(1)[2].outcome == pb.Completion.DONE
@@ -80,14 +82,14 @@ def test_what_is_wrong_with_a_plan_comes_back_as_its_completion(mover):
     client.link.submit(reversed_pieces(1, 1, 2, [0, MIB - 4095]))
     client.link.submit(reversed_pieces(2, 1, 9, [0]))
     torn = plan_to_proto(reversed_pieces(3, 1, 2, [0, 8192]))
-    torn.copies[0].source_offsets = bytes(9)
+    torn.copies[0].source.slots = bytes(9)
     client.link.send(pb.MoverCommand(submit=torn))
     client.link.submit(reversed_pieces(4, 1, 2, [0]))
     ended = client.completions(4)
     assert [ended[i].outcome for i in (1, 2, 3, 4)] == [pb.Completion.FAILED] * 3 + [pb.Completion.DONE]
     assert {ended[i].error.reason for i in (1, 2, 3)} == {pb.INVALID_ARGUMENT}
     assert "leave region 1" in ended[1].error.message
-    assert "Strided.source_offsets" in ended[3].error.message
+    assert "PagedCopies.source.slots" in ended[3].error.message
     assert (target[4096:] == 3).all()
 
 
@@ -97,7 +99,7 @@ def test_plans_interleave_and_a_cancelled_one_ends_once(mover):
     client.add(1, size)
     client.add(2, size)
     rows = np.arange(size // 64, dtype=np.int64) * 64
-    huge = StridedCopies(1, 2, rows, np.random.default_rng(0).permutation(rows), (), (), (), 64)
+    huge = strided(1, 2, rows, np.random.default_rng(0).permutation(rows), (), (), (), 64)
     client.link.submit(CopyPlan(1, Purpose.PLACE, (huge,)))
     for plan_id in range(2, 50):
         client.link.submit(reversed_pieces(plan_id, 1, 2, [0]))

@@ -8,12 +8,15 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvmanager.core.plans import CopyPlan, Purpose, Rows, copy_rows
+from kvmanager.core.plans import CopyPlan, Purpose
+from kvmanager.core.spanplans import SpanRun, copy_spans
 from kvmanager.errors import PeerUnreachable
+from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.layout import GLM53_TINY, indexer_layout, latent_layout, native_layout
+from kvmanager.planwire import plan_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.units import SECOND_NS
-from kvmanager.wire import RegionKind, error_from_proto, pack_u64, plan_to_proto
+from kvmanager.wire import RegionKind, error_from_proto, pack_u64
 from tests.integration.mover_process import POISON, WAIT_S, Client, reversed_pieces, running
 
 
@@ -40,42 +43,29 @@ class Source:
                 self.client.memory[1 + offset % 8][start : start + c.row_bytes] = row
         self.agent = self.client.agent()
 
-    def pull(self, pull_id, targets, staging_bases, spans_a_chunk=1, deadline_ns=20 * SECOND_NS):
-        """A Pull of all tokens. `targets`: (layout, region, page list); chunk i goes to staging page `bases[i % n]`."""
+    def pull(self, pull_id, targets, first_page=0, slots=1, spans_a_chunk=1, deadline_ns=20 * SECOND_NS):
+        """A Pull of all tokens. `targets`: (layout, region, page list); the ring begins at page `first_page`."""
         page = self.LAYOUT.page_bytes
-        chunks = []
-        for number, first in enumerate(range(0, 3, spans_a_chunk)):
-            spans = list(range(first, min(first + spans_a_chunk, 3)))
-            base = staging_bases[number % len(staging_bases)]
-            remote, staging = [], []
-            for rank in range(8):
-                for place, span in enumerate(spans):
-                    remote.append(self.client.addresses[1 + rank] + int(self.pages[span]) * page)
-                    staging.append((base + place * 8 + rank) * page)
-            positions = np.arange(first * 128, min((spans[-1] + 1) * 128, self.tokens))
-            offset = positions % 128
-            rows = Rows(
-                np.full(len(positions), 50, np.int32), base + (positions // 128 - first) * 8 + offset % 8, offset // 8
-            )
-            copies = []
-            for layout, region, pages in targets:
-                target = Rows(np.full(len(positions), region, np.int32), pages[positions // 16], positions % 16)
-                copies += copy_rows(self.LAYOUT, layout, rows, target)
-            chunks.append(
-                pb.PullChunk(
-                    remote_addresses=pack_u64(remote),
-                    staging_offsets=pack_u64(staging),
-                    lengths=pack_u64([page] * len(remote)),
-                    placement=plan_to_proto(CopyPlan(0, Purpose.PLACE, tuple(copies))),
-                )
-            )
+        remote = [
+            self.client.addresses[1 + rank] + int(index) * page for index in self.pages for rank in range(8)
+        ]
+        staged = [SpanRun(0, TokenOrder(8, 1), (50,), np.arange(24))]
+        copies = []
+        for layout, region, pages in targets:
+            target = SpanRun(0, SEQUENTIAL, (region,), pages[:24])
+            copies += copy_spans(self.LAYOUT, layout, staged, [target], self.tokens)
         return pb.Pull(
             pull_id=pull_id,
             agent_name=self.agent.agent_name,
             agent_metadata=self.agent.agent_metadata,
             peer_incarnation=self.client.incarnation,
-            chunks=chunks,
             deadline_ns=deadline_ns,
+            remote_addresses=pack_u64(remote),
+            page_bytes=page,
+            ring_offset=first_page * page,
+            ring_slots=slots,
+            chunk_pages=8 * spans_a_chunk,
+            placement=plan_to_proto(CopyPlan(0, Purpose.PLACE, tuple(copies))),
         )
 
 
@@ -126,7 +116,7 @@ def two_movers(tmp_path, *arguments):
 def _pulled_once(source, target):
     """The places of a pull that has worked."""
     places = target.places(0, seed=3)
-    target.client.link.pull(source.pull(1, places, [0]))
+    target.client.link.pull(source.pull(1, places))
     assert target.client.completions(1)[1].outcome == pb.Completion.DONE
     return places
 
@@ -136,7 +126,7 @@ def _stop_in_a_read(source, target, process):
     places = _pulled_once(source, target)
     target.client.memory[60][:] = POISON
     process.send_signal(signal.SIGSTOP)
-    target.client.link.pull(source.pull(2, places, [0]))
+    target.client.link.pull(source.pull(2, places))
     for _ in range(2):  # the answer to the second means that a turn of the mover began the read
         assert target.client.list() == [2]
 
@@ -146,8 +136,8 @@ def test_pulls_permute_dcp8_pages_into_sequential_ones(tmp_path, transports):
     """Two pulls at once; chunks of both use the same staging, so they must take turns in it."""
     with two_movers(tmp_path, "--ucx-transports", transports) as (source, target, _):
         places = [target.places(0, seed=11), target.places(1, seed=12)]
-        target.client.link.pull(source.pull(1, places[0], staging_bases=[0, 8]))
-        target.client.link.pull(source.pull(2, places[1], staging_bases=[4, 12, 0]))
+        target.client.link.pull(source.pull(1, places[0], slots=2))
+        target.client.link.pull(source.pull(2, places[1], first_page=4, slots=2))
         ended = target.client.completions(2)
         for completion in ended.values():
             assert completion.outcome == pb.Completion.DONE, completion
@@ -156,7 +146,7 @@ def test_pulls_permute_dcp8_pages_into_sequential_ones(tmp_path, transports):
             target.check(source, places[request])
         target.client.memory[60][:] = POISON
         target.client.memory[70][:] = POISON
-        target.client.link.pull(source.pull(3, places[0], staging_bases=[0], spans_a_chunk=3))
+        target.client.link.pull(source.pull(3, places[0], spans_a_chunk=3))
         assert target.client.completions(1)[3].outcome == pb.Completion.DONE
         target.check(source, places[0])
         assert target.client.list() == []
@@ -164,7 +154,7 @@ def test_pulls_permute_dcp8_pages_into_sequential_ones(tmp_path, transports):
 
 def test_pulls_that_make_no_sense_fail_before_a_byte_moves(tmp_path):
     with two_movers(tmp_path) as (source, target, _):
-        model = source.pull(0, target.places(0, seed=1), [0])
+        model = source.pull(0, target.places(0, seed=1))
 
         def good(pull_id):
             pull = pb.Pull.FromString(model.SerializeToString())
@@ -176,7 +166,9 @@ def test_pulls_that_make_no_sense_fail_before_a_byte_moves(tmp_path):
             change(pulls[name])
             target.client.link.pull(pulls[name])
         empty = good(90)
-        del empty.chunks[:]
+        empty.ClearField("remote_addresses")
+        empty.ClearField("placement")
+        empty.placement.purpose = Purpose.PLACE.value
         target.client.link.pull(empty)
         ended = target.client.completions(len(pulls) + 1)
         assert (ended[90].outcome, ended[90].moved_bytes) == (pb.Completion.DONE, 0)
@@ -189,24 +181,36 @@ def test_pulls_that_make_no_sense_fail_before_a_byte_moves(tmp_path):
             assert (target.client.memory[region] == POISON).all()
 
 
-def _last(pull):
-    return pull.chunks[len(pull.chunks) - 1]
-
-
 def _outside(pull):
-    _last(pull).staging_offsets = pack_u64([24 * Source.LAYOUT.page_bytes - 1] * 8)
+    pull.ring_offset += 16 * Source.LAYOUT.page_bytes + 1
 
 
-def _twice(pull):
-    _last(pull).staging_offsets = pack_u64([0] * 8)
+def _no_ring(pull):
+    pull.chunk_pages = 0
+
+
+def _no_slot(pull):
+    pull.first_slot = 1
 
 
 def _into_staging(pull):
-    _last(pull).placement.copies[0].target_region = 50
+    pull.placement.copies[0].target_region = 50
 
 
 def _unread(pull):
-    _last(pull).staging_offsets = pack_u64((np.arange(8) + 16) * Source.LAYOUT.page_bytes)
+    pull.remote_addresses = pull.remote_addresses[: 8 * 23]
+
+
+def _between_pages(pull):
+    pull.placement.copies[0].boxes[0].source_page_stride -= 1
+
+
+def _over_the_end(pull):
+    pull.placement.copies[0].boxes[0].row_bytes = Source.LAYOUT.page_bytes
+
+
+def _elsewhere(pull):
+    pull.placement.copies[0].boxes[0].target_offset = 2**40
 
 
 def _no_deadline(pull):
@@ -221,19 +225,23 @@ def _bad_metadata(pull):
     pull.agent_metadata = secrets.token_bytes(200)
 
 
-def _uneven(pull):
-    _last(pull).lengths = pack_u64([1] * 7)
+def _torn(pull):
+    pull.remote_addresses = bytes(9)
 
 
 _BAD_PULLS = {
     "outside": (_outside, "leaves region 50"),
-    "twice": (_twice, "twice into the same staging"),
+    "no ring": (_no_ring, "each is at least 1"),
+    "no slot": (_no_slot, "slot 1 of a ring of 1"),
     "into staging": (_into_staging, "placement goes from staging"),
-    "unread": (_unread, "which it does not read"),
+    "unread": (_unread, "which the pull does not read"),
+    "between pages": (_between_pages, "of a page"),
+    "over the end": (_over_the_end, "of a page"),
+    "elsewhere": (_elsewhere, "leave region"),
     "no deadline": (_no_deadline, "deadline"),
     "other process": (_other_process, "incarnation"),
     "bad metadata": (_bad_metadata, "metadata"),
-    "uneven": (_uneven, "7 lengths"),
+    "torn": (_torn, "Pull.remote_addresses"),
 }
 
 
@@ -243,7 +251,7 @@ def test_a_killed_source_fails_the_pull_with_a_typed_error(tmp_path):
         process.kill()
         process.wait()
         for pull_id in (2, 3):
-            target.client.link.pull(source.pull(pull_id, places, [0]))
+            target.client.link.pull(source.pull(pull_id, places))
             completion = target.client.completions(1)[pull_id]
             assert completion.outcome == pb.Completion.FAILED
             assert isinstance(error_from_proto(completion.error), PeerUnreachable), completion.error
@@ -283,11 +291,11 @@ def test_a_hung_source_ends_in_unknown_fate_and_its_staging_is_quarantined_until
         target.client.memory[50][:] = POISON
         target.client.memory[60][:] = POISON
         process.send_signal(signal.SIGSTOP)
-        target.client.link.pull(source.pull(2, places, [0], deadline_ns=SECOND_NS // 2))
+        target.client.link.pull(source.pull(2, places, deadline_ns=SECOND_NS // 2))
         late = target.client.completions(1)[2]
         assert late.outcome == pb.Completion.UNKNOWN_FATE
         assert late.error.reason == pb.TRANSFER_TIMEOUT
-        target.client.link.pull(source.pull(3, places, [4]))
+        target.client.link.pull(source.pull(3, places, 4))
         refused = target.client.completions(1)[3]
         assert refused.outcome == pb.Completion.FAILED
         assert "unknown fate" in refused.error.message
@@ -295,14 +303,14 @@ def test_a_hung_source_ends_in_unknown_fate_and_its_staging_is_quarantined_until
         process.send_signal(signal.SIGCONT)
         give_up = time.monotonic() + WAIT_S
         for pull_id in range(4, 1000):
-            target.client.link.pull(source.pull(pull_id, places, [0]))
+            target.client.link.pull(source.pull(pull_id, places))
             if target.client.completions(1)[pull_id].outcome == pb.Completion.DONE:
                 break
             assert time.monotonic() < give_up
             time.sleep(0.05)
         target.client.memory[70][:] = POISON
         target.client.memory[60][:] = POISON
-        target.client.link.pull(source.pull(5000, places, [0]))
+        target.client.link.pull(source.pull(5000, places))
         assert target.client.completions(1)[5000].outcome == pb.Completion.DONE
         target.check(source, places)
 
@@ -310,7 +318,7 @@ def test_a_hung_source_ends_in_unknown_fate_and_its_staging_is_quarantined_until
 def test_pulls_without_staging_are_refused(tmp_path):
     with running(tmp_path / "prefill") as (_, source_path), running(tmp_path / "bare") as (_, bare_path):
         source, bare = Source(source_path, seed=1), Client(bare_path)
-        bare.link.pull(source.pull(1, [], [0]))
+        bare.link.pull(source.pull(1, []))
         completion = bare.completions(1)[1]
         assert (completion.outcome, completion.error.reason) == (pb.Completion.FAILED, pb.NOT_READY)
         source.client.close()

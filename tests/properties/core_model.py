@@ -118,7 +118,7 @@ class Model:
         to_host = plan.purpose in (Purpose.OFFLOAD, Purpose.SPILL)
         source, target = (self.device, self.host) if to_host else (self.host, self.device)
         first = plan.copies[0].source_region
-        for c in plan.copies:
+        for c in plan.pieces():
             if c.source_region == first:
                 for s, t in zip(c.source_offsets.tolist(), c.target_offsets.tolist(), strict=True):
                     for i in range(c.row_bytes // PAGE_BYTES):
@@ -127,7 +127,7 @@ class Model:
     def ruined(self, plan: CopyPlan) -> None:
         """A whole-page plan ended badly: its target may hold anything."""
         target = self.host if plan.purpose in (Purpose.OFFLOAD, Purpose.SPILL) else self.device
-        for c in plan.copies:
+        for c in plan.pieces():
             for t in c.target_offsets.tolist():
                 for i in range(c.row_bytes // PAGE_BYTES):
                     target[t // PAGE_BYTES + i] = dict.fromkeys(range(SPAN), GARBAGE)
@@ -152,8 +152,9 @@ class Model:
         whole = answer.cached_tokens // SPAN * SPAN
         self.holds(held, 0, whole)
         for plan in answer.worker_plans:
-            source = plan.copies[0].source_offsets[0] // PAGE_BYTES
-            assert plan.copies[0].target_offsets[0] // PAGE_BYTES == held.pages[whole // SPAN]
+            first = next(plan.pieces())
+            source = first.source_offsets[0] // PAGE_BYTES
+            assert first.target_offsets[0] // PAGE_BYTES == held.pages[whole // SPAN]
             content = dict(self.device.get(int(source), {}))
             self.device[held.pages[whole // SPAN]] = content
         self.holds(held, whole, answer.cached_tokens)

@@ -7,7 +7,7 @@ token on its own.
 import itertools
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,28 +15,34 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from kvmanager.allocators.backing import map_fd
-from kvmanager.core.plans import CopyPlan, Purpose, Rows, StridedCopies, copy_rows, copy_whole_pages
+from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
+from kvmanager.core.spanplans import SpanRun, copy_spans
 from kvmanager.errors import LayoutMismatch
-from kvmanager.geometry import ShardGeometry, TokenOrder
+from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
 from kvmanager.layout import (
     GLM53,
+    GLM53_BF16,
     GLM53_TINY,
     KVFormat,
+    KVLayout,
     indexer_layout,
     latent_layout,
     layer_major_layout,
     layer_outermost_layout,
     native_layout,
 )
+from kvmanager.planwire import plan_from_proto, plan_to_proto
+from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.executor import Outcome, RegionMap
 from kvmanager.transport.runs import plan_runs, slices
-from kvmanager.wire import plan_from_proto, plan_to_proto
+from tests.plans import copy_whole_pages
 
 POISON = 0xA5
 SMALL = KVFormat(
     "small", ((0,), (1, 2), (3, 4, 5), (6,)), latent_row_bytes=12, index_value_bytes=8, index_scale_bytes=4
 )
+WIDE = replace(SMALL, name="small-bf16", latent_row_bytes=22)
 
 WHOLE = {
     "native": lambda f, rows, _: native_layout(f, rows),
@@ -51,19 +57,19 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a copy: a layout, `ranks` regions of `pages` pages, and where each token lies."""
+    """One side of a copy: a layout, `ranks` regions of `pages` pages, spans, and where each token lies."""
 
-    layout: object
+    layout: KVLayout
     pages: int
-    ranks: int
-    places: list  # (rank, page, slot) of each token
+    runs: list[SpanRun]
+    places: dict[int, tuple[int, int, int]]  # position -> (region, page, slot)
 
     def region_bytes(self) -> int:
         return max(c.offset + self.pages * c.page_stride for c in self.layout.components)
 
-    def rows(self, first_region: int, keep: list[int]) -> Rows:
-        rank, page, slot = np.array([self.places[k] for k in keep], dtype=np.int64).reshape(-1, 3).T
-        return Rows((rank + first_region).astype(np.int32), page, slot)
+    @property
+    def regions(self) -> list[int]:
+        return sorted({region for run in self.runs for region in run.regions})
 
 
 def _deal(tokens: int, piles: int, rows: int, interleave: int) -> list[tuple[int, int, int]]:
@@ -81,21 +87,31 @@ def _deal(tokens: int, piles: int, rows: int, interleave: int) -> list[tuple[int
     return places
 
 
-def _side(rng: random.Random, layout_name: str, format_, tokens: int) -> Side:
-    """A side with a random geometry: piles are ranks of a shard group, or pages of one rank."""
+def _side(rng: random.Random, layout_name: str, format_, first: int, end: int, first_region: int) -> Side:
+    """Spans of random orders over [first, end) and perhaps beyond, on random pages of one to eight ranks."""
     rows = rng.choice((2, 4, 8, 16))
-    piles = rng.choice((1, 1, 2, 3, 8))
-    interleave = rng.choice([i for i in (1, 2, 4, 8, 16) if rows % i == 0])
-    sharded = rng.random() < 0.5
-    dealt = _deal(tokens, piles, rows, interleave)
-    spans = dealt[-1][0] + 1 if dealt else 0
-    pages = spans * (1 if sharded else piles) + rng.randint(1, 3)
-    names = rng.sample(range(pages), pages)
-    if sharded:
-        places = [(pile, names[span], slot) for span, pile, slot in dealt]
-    else:
-        places = [(0, names[span * piles + pile], slot) for span, pile, slot in dealt]
-    return Side({**WHOLE, **PARTS}[layout_name](format_, rows, pages), pages, piles if sharded else 1, places)
+    ranks = rng.choice((1, 1, 2, 3, 8))
+    names = rng.sample(range(400), 400) if rng.random() < 0.7 else list(range(400))
+    one_order = rng.random() < 0.6
+    runs, places, at, order = [], {}, first, None
+    while at < end or not runs:
+        if order is None or not one_order:
+            interleave = rng.choice([i for i in (1, 2, 4, 8, 16) if rows % i == 0])
+            order = TokenOrder(ranks * rng.choice((1, 1, 2, 3)), interleave)
+        span_tokens = order.segments * rows
+        wanted = -(-(end - at) // span_tokens)
+        spans = wanted if one_order else min(wanted, rng.randint(1, 3))
+        width = order.segments // ranks
+        pages, names = names[: spans * width], names[spans * width :]
+        regions = tuple(range(first_region, first_region + ranks))
+        runs.append(SpanRun(at, order, regions, np.array(pages, np.int64)))
+        dealt = _deal(spans * span_tokens, order.segments, rows, order.interleave)
+        for token, (span, pile, slot) in enumerate(dealt):
+            places[at + token] = regions[pile % ranks], pages[span * width + pile // ranks], slot
+        at += spans * span_tokens
+    used = [page for _, page, _ in places.values()]
+    pages = max(used, default=0) + 1
+    return Side({**WHOLE, **PARTS}[layout_name](format_, rows, pages), pages, runs, places)
 
 
 def _run(plan: CopyPlan, regions: RegionMap) -> None:
@@ -116,90 +132,100 @@ def _component_bytes(layout, place: tuple[int, int, int], key) -> tuple[int, sli
     return rank, slice(start, start + c.row_bytes)
 
 
-def _check(source: Side, target: Side, keep: list[int], seed: int) -> CopyPlan:
-    """Runs the plan for the tokens in `keep` (in this order) and compares all target bytes with the model's."""
+def _check(source: Side, target: Side, end: int, seed: int) -> CopyPlan:
+    """Runs the plan for the target's positions below `end` and compares all target bytes with the model's."""
     rng = np.random.default_rng(seed)
     regions = RegionMap()
-    for rank in range(source.ranks):
-        regions.add(1 + rank, rng.integers(0, 256, source.region_bytes(), dtype=np.uint8))
-    for rank in range(target.ranks):
-        regions.add(100 + rank, np.full(target.region_bytes(), POISON, dtype=np.uint8))
-    expected = [regions[100 + rank].copy() for rank in range(target.ranks)]
-    for token in keep:
+    for region in source.regions:
+        regions.add(region, rng.integers(0, 256, source.region_bytes(), dtype=np.uint8))
+    for region in target.regions:
+        regions.add(region, np.full(target.region_bytes(), POISON, dtype=np.uint8))
+    expected = {region: regions[region].copy() for region in target.regions}
+    wanted = [token for token in target.places if token < end]
+    for token in wanted:
         for key in target.layout.by_key:
-            source_rank, source_bytes = _component_bytes(source.layout, source.places[token], key)
-            target_rank, target_bytes = _component_bytes(target.layout, target.places[token], key)
-            expected[target_rank][target_bytes] = regions[1 + source_rank][source_bytes]
-    copies = copy_rows(source.layout, target.layout, source.rows(1, keep), target.rows(100, keep))
-    plan = plan_from_proto(plan_to_proto(CopyPlan(1, Purpose.PLACE, copies)))
-    assert plan.total_bytes == len(keep) * sum(c.row_bytes for c in target.layout.components)
+            source_region, source_bytes = _component_bytes(source.layout, source.places[token], key)
+            target_region, target_bytes = _component_bytes(target.layout, target.places[token], key)
+            expected[target_region][target_bytes] = regions[source_region][source_bytes]
+    copies = copy_spans(source.layout, target.layout, source.runs, target.runs, end)
+    message = plan_to_proto(CopyPlan(1, Purpose.PLACE, copies)).SerializeToString()
+    plan = plan_from_proto(pb.Plan.FromString(message))
+    assert plan.total_bytes == len(wanted) * sum(c.row_bytes for c in target.layout.components)
     _run(plan, regions)
-    for rank in range(target.ranks):
-        assert np.array_equal(regions[100 + rank], expected[rank]), f"rank {rank}"
+    for region in target.regions:
+        assert np.array_equal(regions[region], expected[region]), f"region {region}"
     return plan
 
 
-@settings(max_examples=120, deadline=None, print_blob=True)
+@settings(max_examples=150, deadline=None, print_blob=True)
 @given(
     seed=st.integers(0, 2**32 - 1),
     source_name=st.sampled_from(sorted(WHOLE)),
     target_name=st.sampled_from(sorted({**WHOLE, **PARTS})),
-    tokens=st.integers(0, 90),
-    skipped=st.integers(0, 40),
+    tokens=st.integers(0, 200),
+    skipped=st.integers(0, 60),
+    format_=st.sampled_from([SMALL, WIDE]),
 )
-def test_any_layout_into_any_other(seed, source_name, target_name, tokens, skipped):
+def test_any_layout_into_any_other(seed, source_name, target_name, tokens, skipped, format_):
+    """Any page rows, orders and ranks on both sides; a prefix is there already, and the last span is torn."""
     note(f"seed {seed}")
     rng = random.Random(seed)
-    source = _side(rng, source_name, SMALL, tokens)
-    target = _side(rng, target_name, SMALL, tokens)
-    keep = list(range(min(skipped, tokens), tokens))
-    if rng.random() < 0.3:
-        keep = [token for token in keep if rng.random() < 0.7]
-    if rng.random() < 0.3:
-        rng.shuffle(keep)
-    _check(source, target, keep, seed)
+    source = _side(rng, source_name, format_, 0, tokens, 1)
+    target = _side(rng, target_name, format_, min(skipped, tokens), tokens, 100)
+    _check(source, target, tokens, seed)
 
 
 @settings(max_examples=15, deadline=None, print_blob=True)
-@given(seed=st.integers(0, 2**32 - 1), tokens=st.integers(1, 300), split=st.sampled_from(["latent", "indexer"]))
+@given(seed=st.integers(0, 2**32 - 1), tokens=st.integers(1, 600), split=st.sampled_from(["latent", "indexer"]))
 def test_the_tiny_formats_prefill_pages_split_into_a_decode_ranks_classes(seed, tokens, split):
     """8 ranks x 16 rows, interleave 1, into sequential latent or indexer pages of one rank."""
     note(f"seed {seed}")
     rng = random.Random(seed)
     spans = -(-tokens // 128)
-    source_names, target_names = rng.sample(range(spans + 2), spans), rng.sample(range(spans * 8 + 3), spans * 8)
+    names = rng.sample(range(spans + 2), spans), rng.sample(range(spans * 8 + 3), spans * 8)
+    regions = tuple(range(1, 9))
     source = Side(
         native_layout(GLM53_TINY, 16),
         spans + 2,
-        8,
-        [(r, source_names[s], slot) for s, r, slot in _deal(tokens, 8, 16, 1)],
+        [SpanRun(0, TokenOrder(8, 1), regions, np.array(names[0]))],
+        {n: (1 + r, names[0][s], slot) for n, (s, r, slot) in enumerate(_deal(tokens, 8, 16, 1))},
     )
     target = Side(
-        PARTS[split](GLM53_TINY, 16, 0), spans * 8 + 3, 1, [(0, target_names[p // 16], p % 16) for p in range(tokens)]
+        PARTS[split](GLM53_TINY, 16, 0),
+        spans * 8 + 3,
+        [SpanRun(0, SEQUENTIAL, (100,), np.array(names[1]))],
+        {p: (100, names[1][p // 16], p % 16) for p in range(tokens)},
     )
-    _check(source, target, list(range(tokens)), seed)
+    _check(source, target, tokens, seed)
 
 
 @settings(max_examples=40, deadline=None, print_blob=True)
-@given(seed=st.integers(0, 2**32 - 1), valid=st.integers(0, 32), ranks=st.sampled_from([1, 2, 4]))
-def test_copy_on_write_takes_the_valid_slots_and_no_other(seed, valid, ranks):
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    valid=st.integers(0, 32),
+    ranks=st.sampled_from([1, 2, 4]),
+    interleave=st.sampled_from([1, 2, 8]),
+)
+def test_copy_on_write_takes_the_valid_slots_and_no_other(seed, valid, ranks, interleave):
     note(f"seed {seed}")
-    layout = native_layout(SMALL, 8)
     valid = min(valid, 8 * ranks)
     donor, mine = random.Random(seed).sample(range(5), 2)
-    dealt = _deal(valid, ranks, 8, 1)
-    source = Side(layout, 5, ranks, [(r, donor, slot) for _, r, slot in dealt])
-    target = Side(layout, 5, ranks, [(r, mine, slot) for _, r, slot in dealt])
-    _check(source, target, list(range(valid)), seed)
+    source, target = (_span(page, ranks, interleave, valid, region) for page, region in ((donor, 1), (mine, 100)))
+    _check(source, target, valid, seed)
+
+
+def _span(page: int, ranks: int, interleave: int, tokens: int, first_region: int) -> Side:
+    """One span of pages of 8 rows, with its first tokens."""
+    regions = tuple(range(first_region, first_region + ranks))
+    places = {n: (first_region + r, page, s) for n, (_, r, s) in enumerate(_deal(tokens, ranks, 8, interleave))}
+    run = SpanRun(0, TokenOrder(ranks, interleave), regions, np.array([page]))
+    return Side(native_layout(SMALL, 8), 5, [run], places)
 
 
 def test_ranks_that_own_nothing_get_no_copies_and_the_plan_still_completes():
-    layout = native_layout(SMALL, 8)
-    places = _deal(3, 8, 8, 1)
-    side = Side(layout, 2, 8, [(r, s, slot) for s, r, slot in places])
-    plan = _check(side, side, [0, 1, 2], seed=1)
+    plan = _check(_span(0, 8, 1, 3, 1), _span(1, 8, 1, 3, 100), 3, seed=1)
     assert {c.source_region for c in plan.copies} == {1, 2, 3}
-    assert _check(side, side, [], seed=1).copies == ()
+    assert _check(_span(0, 8, 1, 0, 1), _span(1, 8, 1, 0, 100), 0, seed=1).copies == ()
 
 
 @settings(max_examples=100, deadline=None, print_blob=True)
@@ -249,30 +275,47 @@ def test_whole_pages_move_and_neighbours_are_joined(seed, pages):
 
 @settings(max_examples=60, deadline=None, print_blob=True)
 @given(seed=st.integers(0, 2**32 - 1), most_bytes=st.integers(1, 3000), most_runs=st.integers(1, 50))
-def test_slices_and_runs_cover_a_plan_exactly_once(seed, most_bytes, most_runs):
-    """Both ways of taking a plan apart write each byte of the target once, from the right source byte."""
+def test_slices_runs_and_parts_cover_a_plan_exactly_once(seed, most_bytes, most_runs):
+    """All ways of taking a plan apart write each byte of the target once, from the right source byte."""
     note(f"seed {seed}")
     rng = random.Random(seed)
-    source, target = _side(rng, "native", SMALL, 40), _side(rng, "layer-major", SMALL, 40)
-    keep = list(range(40))
-    copies = copy_rows(source.layout, target.layout, source.rows(1, keep), target.rows(100, keep))
+    source, target = _side(rng, "native", SMALL, 0, 60, 1), _side(rng, "layer-major", SMALL, 0, 60, 100)
+    copies = copy_spans(source.layout, target.layout, source.runs, target.runs, 60)
+    plan = CopyPlan(1, Purpose.PLACE, copies)
 
     def pairs(parts):
         found = {}
-        for runs in plan_runs(CopyPlan(1, Purpose.PLACE, tuple(parts))):
-            for s, t, n in zip(runs.source.tolist(), runs.target.tolist(), runs.lengths.tolist(), strict=True):
-                for byte in range(n):
-                    assert found.setdefault((runs.target_region, t + byte), (runs.source_region, s + byte)) == (
-                        runs.source_region,
-                        s + byte,
-                    )
+        for c in parts:
+            source_at = c.source_offsets
+            target_at = c.target_offsets
+            for count, a, b in zip(c.counts, c.source_strides, c.target_strides, strict=True):
+                steps = np.arange(count)
+                source_at, target_at = np.add.outer(source_at, steps * a), np.add.outer(target_at, steps * b)
+            for s, t in zip(source_at.ravel().tolist(), target_at.ravel().tolist(), strict=True):
+                for byte in range(c.row_bytes):
+                    assert (c.target_region, t + byte) not in found, "written twice"
+                    found[c.target_region, t + byte] = c.source_region, s + byte
         return found
 
-    pieces = [piece for c in copies for piece in slices(c, most_bytes, most_runs)]
+    expected = pairs(plan.pieces())
+    assert len(expected) == plan.total_bytes
+    pieces = [piece for c in plan.pieces() for piece in slices(c, most_bytes, most_runs)]
     assert all(p.total_bytes <= most_bytes and p.runs <= most_runs for p in pieces)
-    assert sum(p.total_bytes for p in pieces) == sum(c.total_bytes for c in copies)
-    assert pairs(pieces) == pairs(copies)
-    assert len(pairs(copies)) == sum(c.total_bytes for c in copies)
+    assert pairs(pieces) == expected
+    few = [piece for c in copies for box in c.boxes for piece in c.pieces(box, most_runs)]
+    assert all(len(piece.source_offsets) <= max(most_runs, 1) for piece in few)
+    assert pairs(few) == expected
+    parts = [part for c in copies for part in c.parts(most_runs)]
+    assert all(part.pairs <= max(most_runs, part.placements) for part in parts)
+    assert pairs(CopyPlan(1, Purpose.PLACE, tuple(parts)).pieces()) == expected
+    joined = {
+        (r.target_region, t + byte): (r.source_region, s + byte)
+        for r in plan_runs(plan)
+        for s, t, n in zip(r.source.tolist(), r.target.tolist(), r.lengths.tolist(), strict=True)
+        for byte in range(n)
+    }
+    assert joined == expected
+    assert sum(len(r.lengths) for r in plan_runs(plan)) <= plan.runs
 
 
 @settings(max_examples=100, deadline=None, print_blob=True)
@@ -305,10 +348,73 @@ def test_slices_of_any_box_are_its_bytes_in_order(seed, counts, row_bytes, copie
     assert all(p.total_bytes <= most_bytes and p.runs <= most_runs for p in pieces)
 
 
-def test_a_section_left_behind_is_refused():
-    rows = Rows(np.zeros(1, np.int32), np.zeros(1, np.int64), np.zeros(1, np.int64))
-    with pytest.raises(LayoutMismatch):
-        copy_rows(latent_layout(SMALL, 8), native_layout(SMALL, 8), rows, rows)
+_ONE_PAGE = SpanRun(0, SEQUENTIAL, (1,), np.zeros(1, np.int64))
+
+
+_REFUSED = {
+    "a section left behind": (
+        latent_layout(SMALL, 8), native_layout(SMALL, 8), "latent/small has no index_value of layer 0",
+    ),
+    "a layer left behind": (native_layout(GLM53_TINY, 8), native_layout(GLM53, 8), "has no latent of layer 7"),
+    "other row bytes": (
+        native_layout(GLM53, 64), native_layout(GLM53_BF16, 64),
+        "latent rows of layer 0: 656 B in native/glm-5.3-fp8_ds_mla, 1152 B in native/glm-5.3-bf16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _REFUSED)
+def test_layouts_that_have_nothing_in_common_are_refused_by_name(case):
+    source, target, text = _REFUSED[case]
+    with pytest.raises(LayoutMismatch, match=text):
+        copy_spans(source, target, [_ONE_PAGE], [_ONE_PAGE], 8)
+
+
+def test_orders_that_do_not_fit_are_refused_by_name():
+    layout = native_layout(SMALL, 8)
+    three = SpanRun(0, TokenOrder(1, 3), (1,), np.zeros(1, np.int64))
+    with pytest.raises(LayoutMismatch, match=r"token order \(1, 3\) does not fit pages of 8 rows of native/small"):
+        copy_spans(layout, layout, [three], [_ONE_PAGE], 8)
+    uneven = SpanRun(0, TokenOrder(3, 1), (1, 2), np.zeros(3, np.int64))
+    with pytest.raises(LayoutMismatch, match=r"token order \(3, 1\) does not fit 2 ranks"):
+        copy_spans(layout, layout, [_ONE_PAGE], [uneven], 8)
+
+
+def test_a_position_without_a_source_is_refused():
+    layout = native_layout(SMALL, 8)
+    for first, missing in ((0, 8), (16, 16)):
+        target = SpanRun(first, SEQUENTIAL, (2,), np.arange(3))
+        with pytest.raises(LayoutMismatch, match=f"position {missing} is in none of the source's spans"):
+            copy_spans(layout, layout, [_ONE_PAGE], [target], first + 24)
+
+
+def test_a_plan_for_many_spans_is_as_small_as_for_few_but_for_the_page_numbers():
+    sizes = []
+    layout = native_layout(GLM53_TINY, 8)
+    for spans in (4, 400):
+        source = SpanRun(0, TokenOrder(8, 1), tuple(range(1, 9)), np.random.default_rng(1).permutation(spans))
+        target = SpanRun(0, SEQUENTIAL, (100,), np.random.default_rng(2).permutation(8 * spans))
+        plan = CopyPlan(1, Purpose.PLACE, copy_spans(layout, layout, [source], [target], 64 * spans))
+        assert plan.total_bytes == 8 * spans * layout.page_bytes
+        assert {c.source.pages.size for c in plan.copies} == {spans}
+        sizes.append(len(plan_to_proto(plan).SerializeToString()) - 4 * 9 * spans)
+    assert abs(sizes[1] - sizes[0]) < 100, "lengths of fields alone"
+
+
+def test_pages_of_one_layout_and_order_are_copied_whole_and_neighbours_joined():
+    layout = native_layout(GLM53_TINY, 8)
+    source = SpanRun(0, TokenOrder(4, 1), (1,), np.arange(40))
+    target = SpanRun(0, TokenOrder(4, 1), (2,), np.r_[np.arange(5, 25), np.arange(30, 50)])
+    plan = CopyPlan(7, Purpose.PLACE, copy_spans(layout, layout, [source], [target], 320))
+    page = layout.page_bytes
+    assert [(c.row_bytes, c.source_offsets.tolist()) for c in plan.pieces()] == [(20 * page, [0, 20 * page])]
+    assert plan.runs == 2
+    text = str(plan).splitlines()
+    assert text[0] == f"plan 7 place: {40 * page:,} B in 2 runs"
+    assert text[1] == (
+        f"  region 1 -> 2: 10 x 4 page pairs (40 pages 0..39 -> 40 pages 5..49) x 1 boxes, {40 * page:,} B in 2 runs "
+        f"of {20 * page:,} B"
+    )
 
 
 _PAGE_613_AND_ON = [612, 613, 614, 1225, 1226, 1227, 1300]
@@ -318,21 +424,14 @@ def test_offsets_of_pages_beyond_two_to_the_31_and_32_are_exact():
     layout = native_layout(GLM53, 64)
     assert layout.page_bytes == 3_502_592
     pages = np.array(_PAGE_613_AND_ON)
-    plan = CopyPlan(1, Purpose.OFFLOAD, copy_whole_pages(layout.page_bytes, (1,), pages, (2,), pages[::-1].copy()))
+    whole = CopyPlan(1, Purpose.OFFLOAD, copy_whole_pages(layout.page_bytes, (1,), pages, (2,), pages[::-1].copy()))
+    plan = plan_from_proto(plan_to_proto(whole))
     found = {}
-    for c in plan.copies:
+    for c in plan.pieces():
         assert c.source_offsets.dtype == c.target_offsets.dtype == np.int64
         found |= dict(zip(c.source_offsets.tolist(), c.target_offsets.tolist(), strict=True))
     expected = dict(zip(_PAGE_613_AND_ON, reversed(_PAGE_613_AND_ON), strict=True))
     assert found == {s * 3_502_592: t * 3_502_592 for s, t in expected.items()}
-    rows = Rows(np.ones(7, np.int32), pages, np.full(7, 63))
-    runs = plan_runs(CopyPlan(1, Purpose.PLACE, copy_rows(layout, layout, rows, rows)))
-    starts = {s for r in runs for s in r.source.tolist()}
-    for page in _PAGE_613_AND_ON:
-        for c in layout.components:
-            start = c.offset + page * 3_502_592 + 63 * c.slot_stride
-            assert any(s <= start < s + int(n) for r in runs for s, n in zip(r.source, r.lengths, strict=True)), page
-    assert max(starts) > 2**32
 
 
 @pytest.fixture
@@ -347,23 +446,27 @@ def sparse_regions():
     return regions
 
 
-def test_rows_of_pages_beyond_two_to_the_31_and_32_arrive(sparse_regions):
-    layout = native_layout(GLM53, 64)
-    places = [(0, page, slot) for page in _PAGE_613_AND_ON for slot in (0, 31, 32, 63)]
-    shuffled = random.Random(4).sample(places, len(places))
-    source, target = Side(layout, 1400, 1, places), Side(layout, 1400, 1, shuffled)
-    mark = np.random.default_rng(4)
-    expected = {}
-    for token, (_, page, slot) in enumerate(places):
+@pytest.mark.parametrize("target_name", ["native", "layer-major", "layer-outermost"])
+def test_rows_of_pages_beyond_two_to_the_31_and_32_arrive(sparse_regions, target_name):
+    """Pages across the borders in another order, and a torn one behind them."""
+    layout, pages = native_layout(GLM53, 64), np.array(_PAGE_613_AND_ON)
+    target_layout = WHOLE[target_name](GLM53, 64, 1400)
+    source = SpanRun(0, SEQUENTIAL, (1,), pages)
+    target = SpanRun(0, TokenOrder(7, 1), (2,), np.random.default_rng(4).permutation(pages))
+    tokens = 7 * 64 - 5
+    dealt = _deal(tokens, 7, 64, 1)
+    mark, expected = np.random.default_rng(4), {}
+    for token in [*range(0, tokens, 37), tokens - 1]:
         for key in layout.by_key:
-            _, at = _component_bytes(layout, (0, page, slot), key)
-            expected[token, key] = mark.integers(1, 256, at.stop - at.start, dtype=np.uint8)
-            sparse_regions[1][at] = expected[token, key]
-    keep = list(range(len(places)))
-    plan = CopyPlan(1, Purpose.PLACE, copy_rows(layout, layout, source.rows(1, keep), target.rows(2, keep)))
-    _run(plan, sparse_regions)
+            _, at = _component_bytes(layout, (0, int(pages[token // 64]), token % 64), key)
+            row = mark.integers(1, 256, at.stop - at.start, dtype=np.uint8)
+            sparse_regions[1][at] = row
+            expected[token, key] = row
+    plan = CopyPlan(1, Purpose.PLACE, copy_spans(layout, target_layout, [source], [target], tokens))
+    _run(plan_from_proto(plan_to_proto(plan)), sparse_regions)
     for (token, key), row in expected.items():
-        _, at = _component_bytes(layout, shuffled[token], key)
+        _, pile, slot = dealt[token]
+        _, at = _component_bytes(target_layout, (0, int(target.pages[pile]), slot), key)
         assert np.array_equal(sparse_regions[2][at], row), (token, key)
-    untouched = _component_bytes(layout, (0, 613, 1), next(iter(layout.by_key)))[1]
+    untouched = _component_bytes(target_layout, (0, int(target.pages[6]), 63), next(iter(layout.by_key)))[1]
     assert not sparse_regions[2][untouched].any()

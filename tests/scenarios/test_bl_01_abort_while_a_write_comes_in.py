@@ -3,6 +3,9 @@
 Seen elsewhere: the destination pages were freed at once, and the next request read what the late write left.
 """
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from kvmanager.core.events import Closing, CopyOutcome, MoverGone, TicketInfo
@@ -24,7 +27,7 @@ def test_pages_wait_for_the_write_to_end(driver: Driver) -> None:
     client = Client(driver, "p")
     assert client.open(1, 4 * SPAN, "a", ticket=TICKET).state == "waiting"
     (pull,) = driver.pulls
-    target = set(driver.pulls[pull].targets[0].rows.page.tolist())
+    target = set(driver.pulls[pull].targets[0].spans[0].pages.tolist())
     assert len(target) == 4
     client.close(1, Closing.ABORTED)
     client.run()
@@ -76,7 +79,10 @@ def test_bytes_that_arrive_after_the_abort_hurt_nobody() -> None:
     client.close(1, Closing.ABORTED)
     other = client.open(2, 4 * SPAN, "b")
     client.write(other, "b", 0, 4 * SPAN)
-    driver.memory.fill(client.layout, target.rows, pattern("late", target.positions))
+    (spans,) = target.spans
+    entries = spans.rows(client.layout.page_rows, 0, target.end)
+    rows = replace(entries, page=spans.pages[entries.page])
+    driver.memory.fill(client.layout, rows, pattern("late", np.arange(target.end)))
     client.read(other, "b", 4 * SPAN)
     driver.end(pull)
     last = client.open(3, 3 * SPAN, "c")

@@ -14,7 +14,7 @@ def test_two_page_indexes() -> None:
     client.run()
     (plan,) = driver.plans.values()
     assert len({(c.source_region, c.target_region) for c in plan.copies}) == 8
-    assert len({c.source_offsets.tobytes() for c in plan.copies}) == 1, "the same page on all ranks"
+    assert len({c.source_offsets.tobytes() for c in plan.pieces()}) == 1, "the same page on all ranks"
     driver.end_all()
     client.close(1)
     client.run()
@@ -22,7 +22,7 @@ def test_two_page_indexes() -> None:
     waiting = client.open(4, 513, "a")
     assert waiting.state == "waiting"
     (plan,) = driver.plans.values()
-    assert {len(c.target_offsets) for c in plan.copies} == {1}, "every rank loads the same spans"
+    assert {len(c.target_offsets) for c in plan.pieces()} == {1}, "every rank loads the same spans"
     loaded = client.ready(waiting)
     client.read(loaded, "a", 512)
     client.finish(loaded, 513, "a")

@@ -8,7 +8,8 @@ import numpy as np
 
 from kvmanager.core.checksums import PageSections
 from kvmanager.core.events import CopyOutcome, Event, Opened
-from kvmanager.core.plans import CopyPlan, Rows
+from kvmanager.core.patterns import Rows
+from kvmanager.core.plans import CopyPlan
 from kvmanager.core.pool import PageState
 from kvmanager.core.spec import GroupSpec, Limits
 from kvmanager.errors import KVError
@@ -85,7 +86,7 @@ class BytesDriver(Driver):
 
     def move(self, plan: CopyPlan) -> None:
         """All bytes of a plan."""
-        for c in plan.copies:
+        for c in plan.pieces():
             copy_piece(self.memory.regions[c.source_region], self.memory.regions[c.target_region], c)
 
 

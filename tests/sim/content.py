@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from kvmanager.core.plans import Rows
+from kvmanager.core.patterns import Rows
 from kvmanager.layout import KVLayout, Section
 from kvmanager.transport.executor import RegionMap
 

@@ -352,8 +352,8 @@ class SimEngine:
     def _launch_request(self, request: SimRequest, work: list[list[RowsOp | CopyOp]]) -> None:
         for plan in request.plans:
             for rank, ops in zip(self.ranks, work, strict=True):
-                mine = [c for c in plan.copies if self._rank_of(c.target_region) == rank.number]
-                ops.append(CopyOp(f"cow of {request.request_id}", mine, self.world.claims(tuple(mine))))
+                mine = [c for c in plan.pieces() if self._rank_of(c.target_region) == rank.number]
+                ops.append(CopyOp(f"cow of {request.request_id}", mine, self.world.claims(mine)))
         request.plans = ()
         first, old = request.done, request.done
         end = min(request.end, request.prompt if first < request.prompt else request.capacity)

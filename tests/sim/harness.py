@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -188,7 +189,7 @@ class World:
 
     # ------------------------------------------------------------------------------- mover
 
-    def claims(self, copies: tuple[StridedCopies, ...]) -> list[Claim]:
+    def claims(self, copies: Iterable[StridedCopies]) -> list[Claim]:
         """Pages that copies touch, source and target, as they are now."""
         found = []
         for c in copies:
@@ -204,10 +205,10 @@ class World:
         assert plan.plan_id not in self.flights
         self.memory.regions.check(plan)
         if plan.purpose in WHOLE_PAGES:
-            for c in plan.copies:
+            for c in plan.pieces():
                 for offset in c.target_offsets.tolist():
                     self.memory.poison(c.target_region, offset, c.row_bytes)
-        flight = Flight(plan, self.claims(plan.copies), self.draw.random() < 0.5)
+        flight = Flight(plan, self.claims(plan.pieces()), self.draw.random() < 0.5)
         self.flights[plan.plan_id] = flight
         if flight.early:
             self._move(flight)
@@ -220,7 +221,8 @@ class World:
 
     def _move(self, flight: Flight, share: float = 1.0) -> None:
         CopyOp(str(flight.plan), [], flight.claims).run(self.memory)
-        for c in flight.plan.copies[: max(1, int(len(flight.plan.copies) * share))]:
+        pieces = list(flight.plan.pieces())
+        for c in pieces[: max(1, int(len(pieces) * share))]:
             copy_piece(self.memory.regions[c.source_region], self.memory.regions[c.target_region], c)
         flight.done = True
 
@@ -257,7 +259,7 @@ class World:
         for claim in flight.claims:
             if (claim.pool.spaces[claim.page_class].state[claim.pages] != PageState.QUARANTINED).any():
                 raise WrongKV(f"late bytes of a pull land in pages of {claim.pool.name} that are in use again")
-        for c in flight.plan.copies:
+        for c in flight.plan.pieces():
             use = self.uses[c.target_region]
             size = use.page_class.page_bytes
             pages = (c.target_offsets[:, None] // size + np.arange(max(1, c.row_bytes // size))).ravel()

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.node import Node
-from kvmanager.core.plans import Rows
+from kvmanager.core.patterns import Rows
 from kvmanager.core.spans import DEVICE, HOST, CopyState
 from kvmanager.core.spec import PageClass, Placement
 from kvmanager.geometry import TokenOrder

@@ -6,13 +6,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvmanager.core.events import AcceptTicket, CheckTicket, CopyOutcome, PlanEnded, ReleaseTicket, StartPull
+from kvmanager.core.events import (
+    AcceptTicket,
+    CheckTicket,
+    CopyOutcome,
+    PlanEnded,
+    ReleaseTicket,
+    SpanRunTable,
+    StartPull,
+)
 from kvmanager.core.group import Group
-from kvmanager.core.plans import CopyPlan, Purpose, Rows, StridedCopies, copy_rows
+from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
+from kvmanager.core.spanplans import SpanRun, copy_spans
 from kvmanager.errors import KVError, PeerUnreachable, TransferFailed
+from kvmanager.geometry import TokenOrder
 from kvmanager.transport.cpu import copy_piece
 from tests.sim.network import Network
-from tests.sim.worker import ChainTable, Claim
+from tests.sim.worker import Claim
 
 
 @dataclass
@@ -42,10 +52,12 @@ def begin(start: StartPull, group: Group, now: int) -> Pull:
     claims = []
     for target in start.targets:
         c = classes[target.page_class]
-        on_host = int(target.rows.region[0]) in c.host_regions
-        claims.append(Claim.on(group.pools[c.host_pool if on_host else c.device_pool], c.name, target.rows.page))
-        assert target.positions[0] >= start.first_position
-        assert (np.diff(target.positions) > 0).all()
+        for spans in target.spans:
+            on_host = spans.regions[0] in c.host_regions
+            claims.append(Claim.on(group.pools[c.host_pool if on_host else c.device_pool], c.name, spans.pages))
+            assert start.first_position <= spans.first_token < target.end
+        firsts = [spans.first_token for spans in target.spans]
+        assert firsts == sorted(set(firsts))
     return Pull(start, claims, now + start.deadline_ns)
 
 
@@ -91,7 +103,7 @@ def _copy(pull: Pull, net: Network) -> None:
         return
     for claim in pull.claims:
         claim.hold("pull")
-    for c in pull.plan.copies:
+    for c in pull.plan.pieces():
         copy_piece(net.memory.regions[c.source_region], net.memory.regions[c.target_region], c)
     pull.plan = None
 
@@ -108,18 +120,19 @@ def release(pull: Pull, net: Network) -> None:
     net.ask(pull.ticket_id, ReleaseTicket(pull.ticket_id, pull.holder))
 
 
-def _plan(pull: Pull, net: Network, target_group: Group, run: object) -> CopyPlan:
+def _plan(pull: Pull, net: Network, target_group: Group, run: SpanRunTable) -> CopyPlan:
     world, group_name = net.sources[pull.ticket_id]
     source_group = world.node.state.groups[group_name]
     chain = source_group.chains[0].spec
-    table = ChainTable(chain, source_group)
-    table.apply(run)
     c = chain.classes[0]
-    copies: list[StridedCopies] = []
+    source, at = [], 0
+    for first, segments, interleave in zip(run.first_tokens, run.segments, run.interleave, strict=True):
+        order, ranks = TokenOrder(int(segments), int(interleave)), len(c.device_regions)
+        pages = np.asarray(run.pages[c.name][0][at : at + order.segments // ranks], np.int64)
+        source.append(SpanRun(int(first), order, c.device_regions, pages))
+        at += len(pages)
+    copies: list[PagedCopies] = []
     layouts = {t.name: t.layout for t in target_group.chains[0].spec.classes}
     for target in pull.start.targets:
-        last = int(target.positions.max()) + 1
-        rank, ordinal, slot = (part[target.positions] for part in table.located(0, last))
-        source = Rows(np.asarray(c.device_regions, np.int32)[rank], table.device[c.name][ordinal], slot)
-        copies += copy_rows(c.layout, layouts[target.page_class], source, target.rows)
+        copies += copy_spans(c.layout, layouts[target.page_class], source, target.spans, target.end)
     return CopyPlan(pull.start.plan_id, Purpose.PLACE, tuple(copies))

@@ -9,7 +9,8 @@ import numpy as np
 
 from kvmanager.core.events import Opened, ResidencyRows, SpanRunTable
 from kvmanager.core.group import Group
-from kvmanager.core.plans import CopyPlan, Rows, StridedCopies
+from kvmanager.core.patterns import Rows
+from kvmanager.core.plans import CopyPlan, StridedCopies
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.spec import ChainSpec, PageClass, Placement
 from kvmanager.layout import KVLayout

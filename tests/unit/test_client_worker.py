@@ -16,14 +16,16 @@ import pytest
 from kvmanager.clients.attach import Attachment
 from kvmanager.clients.tables import NO_PAGE, OrderRun, decode_hot, decode_residency, decode_spans, order_runs
 from kvmanager.clients.worker import WorkerGroup, WorkerRank
-from kvmanager.core.plans import CopyPlan, Purpose, copy_whole_pages
+from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.errors import InvalidArgument, LayoutMismatch, StaleEpoch
 from kvmanager.geometry import TokenOrder
 from kvmanager.layout import GLM53_TINY, indexer_layout, latent_layout
+from kvmanager.planwire import plan_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.wire import NO_PAGE as WIRE_NO_PAGE
-from kvmanager.wire import error_to_proto, layout_to_proto, pack_u32, pack_u64, plan_to_proto
+from kvmanager.wire import error_to_proto, layout_to_proto, pack_u32, pack_u64
+from tests.plans import copy_whole_pages
 
 ROWS = 4
 PAGES = 6

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvmanager.core.events import Close, Closing, Open, Progress, Trim
-from kvmanager.core.plans import Purpose, Rows
+from kvmanager.core.patterns import Rows
+from kvmanager.core.plans import Purpose
 from kvmanager.core.pool import PageState
 from kvmanager.layout import native_layout
 from tests.sim.content import PAGE_ROWS, POISON, Memory, Text

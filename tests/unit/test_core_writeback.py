@@ -180,7 +180,7 @@ def test_offload_plans_name_whole_pages_of_every_rank():
     (plan,) = driver.plans.values()
     assert plan.total_bytes == 5 * 28_020_736
     assert len(plan.copies) == 8
-    assert all(np.array_equal(c.source_offsets, [0]) and c.row_bytes == 5 * 3_502_592 for c in plan.copies)
+    assert all(np.array_equal(c.source_offsets, [0]) and c.row_bytes == 5 * 3_502_592 for c in plan.pieces())
     driver.end_all()
     driver.leave(client)
 

@@ -8,11 +8,12 @@ import random
 import numpy as np
 import pytest
 
-from kvmanager.core.plans import CopyPlan, Purpose, Rows, StridedCopies, copy_rows
+from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
+from kvmanager.core.spanplans import SpanRun, copy_spans
 from kvmanager.errors import InvalidArgument
-from kvmanager.geometry import ShardGeometry
+from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.layout import GLM53, native_layout
-from kvmanager.transport.cuda_copies import LONG_ROW_BYTES, Box, as_box, cut_at, stacked
+from kvmanager.transport.cuda_copies import LONG_ROW_BYTES, Box, as_box, cut_at
 from kvmanager.transport.pinned import chunk_bounds
 from kvmanager.transport.runs import spread
 from kvmanager.units import GIB
@@ -76,14 +77,10 @@ def test_a_box_copies_the_rows_of_its_set(seed: int) -> None:
 def test_the_permute_of_a_page_goes_as_boxes_of_many_groups() -> None:
     """DCP8 interleave 1 to sequential: per page pair one box for all groups of four layers, few for the rest."""
     layout = native_layout(GLM53, 64)
-    tokens = np.arange(8 * 64, dtype=np.int64)
-    span, rank, slot = ShardGeometry(8, 64, 1).place(tokens)
-    source = Rows(np.ones(len(tokens), np.int32), span * 8 + rank, slot)
-    target = Rows(np.full(len(tokens), 2, np.int32), tokens // 64, tokens % 64)
-    sets = copy_rows(layout, layout, source, target)
-    together = stacked(sets)
-    assert sum(c.total_bytes for c in together) == CopyPlan(1, Purpose.PLACE, sets).total_bytes
-    assert set().union(*map(pairs, together)) == set().union(*map(pairs, sets))
+    source = SpanRun(0, TokenOrder(8, 1), (1,), np.arange(8))
+    copies = copy_spans(layout, layout, [source], [SpanRun(0, SEQUENTIAL, (2,), np.arange(8))], 512)
+    together = list(CopyPlan(1, Purpose.PLACE, copies).pieces())
+    assert sum(c.total_bytes for c in together) == 8 * layout.page_bytes
     calls = rows = 0
     for c in together:
         part, box = as_box(c, MAX_PITCH, never)

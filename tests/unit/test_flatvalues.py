@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import marshal
 import pickle
 from dataclasses import dataclass
 
@@ -11,7 +13,7 @@ import pytest
 
 from kvmanager.core.digest import _Walk
 from kvmanager.core.events import Grown, Opened, RequestFailed, ResidencyRows, SpanRunTable, StepDone
-from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
+from kvmanager.core.plans import Box, CopyPlan, PagedCopies, PlacedPages, Purpose
 from kvmanager.errors import PoolExhausted
 from kvmanager.flatvalues import Flat
 
@@ -21,7 +23,7 @@ RANDOM = np.random.default_rng(7)
 def digest(value: object) -> str:
     walk = _Walk()
     walk.value(value)
-    return walk.hash.hexdigest()
+    return hashlib.sha256(marshal.dumps(walk.parts, 2)).hexdigest()
 
 
 def back(value: object) -> object:
@@ -33,8 +35,10 @@ def array(length: int, dtype: type = np.int64) -> npt.NDArray:
     return RANDOM.integers(0, 1 << 30, length).astype(dtype)
 
 
-def copies(length: int) -> StridedCopies:
-    return StridedCopies(1, 2, array(length), array(length), (3, 4), (640, 64), (640, 128), 64)
+def copies(length: int) -> PagedCopies:
+    box = Box(1, 2, 3, 4, 5, 6, (3, 4), (640, 64), (640, 128), 64)
+    sides = [PlacedPages(array(length), 1, array(1), array(1)) for _ in range(2)]
+    return PagedCopies(1, 2, length, sides[0], sides[1], (box,) * length)
 
 
 def table(spans: int) -> SpanRunTable:

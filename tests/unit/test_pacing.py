@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from kvmanager.config import NodeConfig
-from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
+from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.errors import ConfigError, InvalidArgument
 from kvmanager.transport.cpu import SLICE_BYTES, CpuExecutor
 from kvmanager.transport.executor import RegionMap
 from kvmanager.transport.pacing import BURST_NS, LinkRates, Pacer, TokenBucket
 from kvmanager.units import MIB, MILLISECOND_NS, SECOND_NS
+from tests.plans import strided
 
 RATE = 1_000 * MIB
 NODE = """
@@ -90,7 +91,7 @@ class Bench:
         self.moved = dict.fromkeys(Purpose, 0)
 
     def submit(self, plan_id, purpose, pages=1):
-        copies = StridedCopies(1, 2, np.zeros(pages, np.int64), np.zeros(pages, np.int64), (), (), (), 2 * MIB)
+        copies = strided(1, 2, np.zeros(pages, np.int64), np.zeros(pages, np.int64), (), (), (), 2 * MIB)
         self.sizes[plan_id] = purpose, pages * 2 * MIB
         self.executor.submit(CopyPlan(plan_id, purpose, (copies,)))
 

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
-from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
+from kvmanager.core.plans import CopyPlan, Purpose
+from kvmanager.core.spanplans import copy_pages
 from kvmanager.errors import Draining, InvalidArgument, PeerUnreachable, TransferTimeout
 from kvmanager.transport.executor import Outcome, RegionMap
 from kvmanager.transport.nixl import ReadResult
-from kvmanager.transport.pull_pipeline import PullChunk, PullPipeline, PullRequest
+from kvmanager.transport.pull_pipeline import PullPipeline, PullRequest
+from kvmanager.transport.ring import RingPull
 
 STAGING, TARGET = 1, 2
 SIZE = 4096
@@ -57,8 +59,7 @@ class Bench:
         self.pipeline = PullPipeline(self.reader, regions, STAGING, lambda: self.now)
 
     def submit(self, pull_id, *spans, deadline_ns=100, metadata=b""):
-        chunks = tuple(map(_chunk, spans))
-        self.pipeline.submit(PullRequest(pull_id, "peer", metadata, chunks, deadline_ns))
+        self.pipeline.submit(PullRequest(pull_id, "peer", metadata, _ring(*spans), deadline_ns))
 
     def polls(self, count=6):
         return {c.plan_id: c for _ in range(count) for c in self.pipeline.poll()}
@@ -68,11 +69,14 @@ class Bench:
         return [offset for _, offset in self.reader.started]
 
 
-def _chunk(span):
-    start, end = span
-    copies = StridedCopies(STAGING, TARGET, np.array([start]), np.array([start]), (), (), (), end - start)
-    one = lambda value: np.array([value], dtype=np.uint64)  # noqa: E731
-    return PullChunk(one(10**6), one(start), one(end - start), CopyPlan(0, Purpose.PLACE, (copies,)))
+def _ring(first, *others):
+    """Chunks of one page, all in the same place."""
+    start, end = first
+    assert all(other == first for other in others)
+    count = 1 + len(others)
+    (copies,) = copy_pages(end - start, STAGING, np.arange(count), TARGET, np.zeros(count, np.int64))
+    addresses = np.full(count, 10**6, np.uint64)
+    return RingPull(addresses, end - start, start, 1, 1, 0, CopyPlan(0, Purpose.PLACE, (copies,)))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Chunks of a pull against a byte-by-byte model: every wanted position once, nothing else read or written."""
+"""Pulls against a byte-by-byte model: every wanted position once, nothing else read or written, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from kvmanager.core.events import PullTarget
-from kvmanager.core.plans import Rows
+from kvmanager.core.spanplans import SpanRun
 from kvmanager.errors import LayoutMismatch
-from kvmanager.geometry import TokenOrder
+from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.groups import STAGING_REGION
-from kvmanager.layout import KVFormat, indexer_layout, latent_layout, native_layout
-from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_chunks, locate
+from kvmanager.layout import KVFormat, KVLayout, indexer_layout, latent_layout, native_layout
+from kvmanager.planwire import ring_from_proto, ring_to_proto
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.executor import Outcome, RegionMap
-from kvmanager.wire import plan_from_proto, unpack_u64
 
 FORMAT = KVFormat("test", ((0,), (1, 2), (3,)), latent_row_bytes=6, index_value_bytes=4, index_scale_bytes=2)
 ROWS = 4
@@ -24,7 +25,7 @@ LATENT, INDEXER = latent_layout(FORMAT, ROWS), indexer_layout(FORMAT, ROWS)
 LATENT_REGION, HOST_REGION, INDEXER_REGION = 10, 11, 12
 REGION_PAGES = 64
 BASES = [1 << 40, (1 << 41) + 12345, 1 << 42]
-SEEDS = range(25)
+SEEDS = range(60)
 
 
 class Source:
@@ -71,7 +72,7 @@ class Source:
 
 
 def run(source: Source, targets: list[TargetClass], staging: Staging, first_slot: int) -> dict[int, np.ndarray]:
-    """Carries the chunks out; the target regions afterwards. Checks what is read on the way."""
+    """Carries the pull out; the target regions afterwards. Checks what is read on the way."""
     regions = {
         STAGING_REGION: np.zeros(staging.slots * staging.chunk_pages * SOURCE.page_bytes, np.uint8),
         LATENT_REGION: np.zeros(REGION_PAGES * SLAB, np.uint8),
@@ -81,18 +82,20 @@ def run(source: Source, targets: list[TargetClass], staging: Staging, first_slot
     mapped = RegionMap()
     for region, memory in regions.items():
         mapped.add(region, memory)
-    chunks = build_chunks(7, SOURCE, source.spans, BASES[: source.ranks], targets, staging, first_slot)
+    made = build_pull(7, SOURCE, source.spans, BASES[: source.ranks], targets, staging, first_slot)
+    ring = ring_from_proto(pb.Pull.FromString(ring_to_proto(made).SerializeToString()))
+    ring.check(STAGING_REGION, mapped)
     read = set()
-    for number, chunk in enumerate(chunks):
+    moved = 0
+    for number in range(ring.chunks):
         regions[STAGING_REGION][:] = 0xEE  # a chunk must not lean on an earlier one
         slot = (first_slot + number) % staging.slots
-        addresses = unpack_u64(chunk.remote_addresses, "")
-        offsets = unpack_u64(chunk.staging_offsets, "").astype(np.int64)
-        lengths = unpack_u64(chunk.lengths, "")
+        addresses, offsets, lengths = ring.reads(number)
         assert 0 < len(addresses) <= staging.chunk_pages
         assert offsets.tolist() == [
             (slot * staging.chunk_pages + n) * SOURCE.page_bytes for n in range(len(addresses))
         ], "slots of the ring in order"
+        assert ring.staging_range(number) == (int(offsets[0]), int(offsets[-1]) + SOURCE.page_bytes)
         for address, offset, length in zip(addresses.tolist(), offsets.tolist(), lengths.tolist(), strict=True):
             (rank,) = [r for r in range(source.ranks) if 0 <= address - BASES[r] < source.memory.shape[1]]
             at = address - BASES[rank]
@@ -101,95 +104,125 @@ def run(source: Source, targets: list[TargetClass], staging: Staging, first_slot
             assert (rank, at) not in read, "read once"
             read.add((rank, at))
             regions[STAGING_REGION][offset : offset + length] = source.memory[rank, at : at + length]
-        plan = plan_from_proto(chunk.placement)
+        plan = ring.placed(number)
         assert plan.plan_id == 7
+        moved += plan.total_bytes
         executor = CpuExecutor(mapped)
         executor.submit(plan)
         (done,) = [c for _ in range(1000) for c in executor.poll()]
-        assert done.outcome is Outcome.DONE
-    wanted = {source.place(int(p)) for t in targets for p in t.target.positions}
+        assert done.outcome is Outcome.DONE, done.error
+    assert moved == ring.placement.total_bytes
+    wanted = {source.place(p) for t in targets for p in positions_of(t)}
     assert read == {(rank, page * SOURCE.page_bytes) for rank, page, _ in wanted}, "no page without a wanted position"
     del regions[STAGING_REGION]
     return regions
+
+
+def positions_of(each: TargetClass) -> list[int]:
+    spans = each.target.spans
+    return [p for s in spans for p in range(s.first_token, min(each.target.end, s.first_token + s.tokens(ROWS)))]
+
+
+def dealt(run_: SpanRun, position: int) -> tuple[int, int, int]:
+    """(region, page, slot) of a position, by counting."""
+    offset = position - run_.first_token
+    segments = run_.order.segments
+    span, offset = divmod(offset, segments * ROWS)
+    filled = [0] * segments
+    for token in range(offset + 1):
+        page = token // run_.order.interleave % segments
+        filled[page] += 1
+    ranks = len(run_.regions)
+    entry = span * (segments // ranks) + page // ranks
+    return run_.regions[page % ranks], int(run_.pages[entry]), filled[page] - 1
 
 
 def expected(source: Source, targets: list[TargetClass], sizes: dict[int, int]) -> dict[int, np.ndarray]:
     """The same by single rows."""
     regions = {region: np.zeros(size, np.uint8) for region, size in sizes.items()}
     for each in targets:
-        rows = each.target.rows
-        for n, position in enumerate(each.target.positions.tolist()):
-            for key, c in each.layout.by_key.items():
-                at = c.offset + int(rows.page[n]) * c.page_stride + int(rows.slot[n]) * c.slot_stride
-                regions[int(rows.region[n])][at : at + c.row_bytes] = source.row(position, key)
+        for run_ in each.target.spans:
+            for position in range(run_.first_token, min(each.target.end, run_.first_token + run_.tokens(ROWS))):
+                region, page, slot = dealt(run_, position)
+                for key, c in each.layout.by_key.items():
+                    at = c.offset + page * c.page_stride + slot * c.slot_stride
+                    regions[region][at : at + c.row_bytes] = source.row(position, key)
     return regions
 
 
-def sequential(rng: np.random.Generator, positions: np.ndarray, regions: tuple[int, int]) -> Rows:
-    """Pages in order of position; the pages at the end lie in the second region."""
-    first = int(positions[0]) // ROWS
-    count = int(positions[-1]) // ROWS - first + 1
-    pages = rng.permutation(REGION_PAGES)[:count].astype(np.int64)
-    split = int(rng.integers(0, count + 1))
-    where = np.where(np.arange(count) < split, regions[0], regions[1])
-    page = positions // ROWS - first
-    return Rows(where[page].astype(np.int32), pages[page], positions % ROWS)
-
-
-def kept(rng: np.random.Generator, source: Source, positions: np.ndarray, regions: tuple[int, int]) -> Rows:
-    """Every source page becomes a page of the target, slots as they are."""
-    ordinals = locate(source.spans, ROWS, positions).ordinal
-    slots = np.array([source.place(int(p))[2] for p in positions], np.int64)
-    pages = rng.permutation(REGION_PAGES)[: int(ordinals.max()) + 1].astype(np.int64)
-    where = np.where(pages % 2, regions[0], regions[1])
-    return Rows(where[ordinals].astype(np.int32), pages[ordinals], slots)
+def target_runs(
+    rng: np.random.Generator, source: Source, first: int, end: int, regions: tuple[int, int], kept: bool
+) -> tuple[SpanRun, ...]:
+    """Spans that cover [first, end) in the source's orders or in another, each run in one of the regions."""
+    pages = iter(rng.permutation(REGION_PAGES).tolist())
+    runs, orders, at = [], list(source.orders), first
+    starts = np.cumsum([0] + [segments * ROWS for segments, _ in source.orders])
+    while at < end:
+        if kept:
+            order = TokenOrder(*orders[int(np.searchsorted(starts, at, "right")) - 1])
+        else:
+            order = SEQUENTIAL if rng.random() < 0.5 else TokenOrder(int(rng.integers(1, 4)), 2)
+        most = 1 if kept else int(rng.integers(1, 4))
+        spans = min(most, -(-(end - at) // (order.segments * ROWS)))
+        mine = np.array([next(pages) for _ in range(spans * order.segments)], np.int64)
+        runs.append(SpanRun(at, order, (regions[int(rng.integers(0, 2))],), mine))
+        at += spans * order.segments * ROWS
+    return tuple(runs)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_chunks_do_what_single_rows_would(seed: int) -> None:
+    print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     ranks = int(rng.integers(1, 4))
     orders = [
         (ranks * int(rng.integers(1, 3)), int(rng.choice([1, 2, 4]))) for _ in range(int(rng.integers(1, 6)))
     ]
+    if rng.random() < 0.5:
+        orders = orders[:1] * len(orders)
     source = Source(rng, ranks, orders)
-    first = int(rng.integers(0, source.tokens))
-    positions = np.arange(first, int(rng.integers(first, source.tokens)) + 1, dtype=np.int64)
-    keep = bool(rng.integers(0, 2))
+    kept = bool(rng.integers(0, 2))
+    starts = [0, *np.cumsum([segments * ROWS for segments, _ in orders])[:-1].tolist()]
+    first = int(rng.choice(starts)) if kept else int(rng.integers(0, source.tokens // ROWS)) * ROWS
+    end = int(rng.integers(first, source.tokens)) + 1
 
-    def places(regions: tuple[int, int]) -> Rows:
-        return kept(rng, source, positions, regions) if keep else sequential(rng, positions, regions)
+    def target(layout: KVLayout, name: str, start: int, regions: tuple[int, int]) -> TargetClass:
+        return TargetClass(layout, PullTarget(name, target_runs(rng, source, start, end, regions, kept), end))
 
     targets = [
-        TargetClass(LATENT, PullTarget("latent", positions, places((LATENT_REGION, HOST_REGION)))),
-        TargetClass(INDEXER, PullTarget("indexer", positions, places((INDEXER_REGION, INDEXER_REGION)))),
+        target(LATENT, "latent", first, (LATENT_REGION, HOST_REGION)),
+        target(INDEXER, "indexer", first, (INDEXER_REGION, INDEXER_REGION)),
     ]
     if rng.integers(0, 2):  # one class may want less than the other
-        rows = targets[1].target.rows
-        n = max(1, len(positions) // 2)
-        fewer = Rows(rows.region[-n:], rows.page[-n:], rows.slot[-n:])
-        targets[1] = TargetClass(INDEXER, PullTarget("indexer", positions[-n:], fewer))
-    staging = Staging(slots=int(rng.integers(1, 4)), chunk_pages=int(rng.integers(1, 5)))
+        later = [at for at in (starts if kept else range(0, end, ROWS)) if first <= at < end]
+        targets[1] = target(INDEXER, "indexer", int(rng.choice(later)), (INDEXER_REGION, INDEXER_REGION))
+    if rng.integers(0, 2):  # what has its bytes already is left out in the middle too
+        spans = targets[0].target.spans
+        targets[0] = TargetClass(LATENT, PullTarget("latent", spans[::2], end))
+    staging = Staging(slots=int(rng.integers(1, 4)), chunk_pages=int(rng.integers(1, 9)))
     made = run(source, targets, staging, first_slot=int(rng.integers(0, staging.slots)))
     wanted = expected(source, targets, {region: len(memory) for region, memory in made.items()})
     for region, memory in made.items():
         assert np.array_equal(memory, wanted[region]), f"seed {seed}, region {region}"
 
 
-def test_locate_counts_like_the_token_order() -> None:
-    source = Source(np.random.default_rng(0), 2, [(2, 1), (4, 2), (2, 4)])
-    positions = np.arange(source.tokens, dtype=np.int64)
-    found = locate(source.spans, ROWS, positions)
-    for p in positions.tolist():
-        assert (int(found.rank[p]), int(found.page[p]), int(found.slot[p])) == source.place(p)
-    assert TokenOrder(2, 1).place(positions[:1])[0].tolist() == [0]
-
-
-@pytest.mark.parametrize("position", [-1, 8, 100])
-def test_a_position_that_the_source_does_not_have(position: int) -> None:
+def test_a_position_that_the_source_does_not_have() -> None:
     source = Source(np.random.default_rng(0), 1, [(1, 1), (1, 1)])
-    with pytest.raises(LayoutMismatch, match=rf"position {position} is in none of the 2 source spans"):
-        locate(source.spans, ROWS, np.array([position], np.int64))
+    for first in (-4, 8, 100):
+        spans = (SpanRun(first, SEQUENTIAL, (LATENT_REGION,), np.arange(1)),)
+        with pytest.raises(LayoutMismatch, match=rf"position {first} is in none of the source's spans"):
+            build_pull(
+                1, SOURCE, source.spans, BASES[:1], [TargetClass(LATENT, PullTarget("latent", spans, 200))],
+                Staging(1, 1), 0,
+            )  # fmt: skip
+
+
+def test_source_spans_that_do_not_list_their_pages() -> None:
+    ones = np.ones(2, np.int64)
+    for segments, pages in ((2 * ones, 3), (3 * ones, 3)):
+        uneven = SourceSpans(2, np.array([0, 8]), segments, ones, np.arange(pages))
+        with pytest.raises(LayoutMismatch, match="source spans of"):
+            uneven.runs(ROWS)
 
 
 def test_staging_that_holds_no_page() -> None:

@@ -11,16 +11,25 @@ import numpy as np
 import pytest
 
 from kvmanager import errors, wire
-from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
+from kvmanager.core.plans import Box, CopyPlan, PagedCopies, PlacedPages, Purpose
 from kvmanager.layout import GLM53, GLM53_TINY, latent_layout, native_layout
+from kvmanager.planwire import PLAN_MAX_BOXES, PLAN_MAX_ENTRIES, plan_from_proto, plan_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
 
 
 def _plan() -> CopyPlan:
     big = np.array([0, 3_502_592 * 613, 3_502_592 * 1226 + 7], dtype=np.int64)
+    pages, none = np.array([0, 613, 1226, 2**32 - 1], dtype=np.int64), np.zeros(0, np.int64)
+    boxes = (
+        Box(0, 2**40, 656, -656, 3_502_592, 2**41, (4, 16), (1000, -656), (2000, 656), 656),
+        Box(7, 0, 0, 0, 0, 0, (), (), (), 3_502_592),
+    )
+    columns = np.arange(3)
+    one = columns[:1], big[:1]
     copies = (
-        StridedCopies(1, 2, big, big[::-1].copy(), (4, 16), (1000, -656), (2000, 656), 656),
-        StridedCopies(7, 2, big[:0], big[:0], (), (), (), 3_502_592),
+        PagedCopies(1, 2, 2, PlacedPages(pages, 1, columns, big), PlacedPages(pages, 0, columns[::-1], -big), boxes),
+        PagedCopies(1, 3, 4, PlacedPages(pages, 1, *one), PlacedPages(pages[:2], 0, *one), ()),
+        PagedCopies(7, 2, 9, PlacedPages(none, 1, none, none), PlacedPages(none, 5, none, none), boxes[:1]),
     )
     return CopyPlan(2**64 - 1, Purpose.ONBOARD, copies)
 
@@ -28,11 +37,10 @@ def _plan() -> CopyPlan:
 def _same(a: CopyPlan, b: CopyPlan) -> bool:
     def flat(plan):
         return [
-            (
-                c.source_region, c.target_region, c.source_offsets.tolist(), c.target_offsets.tolist(),
-                c.counts, c.source_strides, c.target_strides, c.row_bytes,
-            )
+            (c.source_region, c.target_region, c.groups, c.boxes, s.pages.tolist(), s.advance, s.columns.tolist(),
+             s.slots.tolist(), s.pages.dtype)
             for c in plan.copies
+            for s in (c.source, c.target)
         ]  # fmt: skip
 
     return (a.plan_id, a.purpose, flat(a)) == (b.plan_id, b.purpose, flat(b))
@@ -81,34 +89,75 @@ def test_a_torn_array_names_its_field():
 
 
 def test_plans_come_back_through_bytes():
-    message = pb.Plan.FromString(wire.plan_to_proto(_plan()).SerializeToString())
-    back = wire.plan_from_proto(message)
+    message = plan_to_proto(_plan())
+    assert len(message.page_tables) == 3, "a table that patterns share goes once"
+    back = plan_from_proto(pb.Plan.FromString(message.SerializeToString()))
     assert _same(back, _plan())
     assert back.total_bytes == _plan().total_bytes
-    assert back.copies[0].source_offsets.dtype == np.int64
+    assert back.copies[0].source.pages is back.copies[1].source.pages
+
+
+def _change(path, value):
+    def change(plan):
+        *way, field = path.split(".")
+        part = plan.copies[0]
+        for name in way:
+            part = part.boxes[0] if name == "box" else getattr(part, name)
+        setattr(part, field, value)
+
+    return change
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "text"),
+    ("path", "value", "text"),
     [
-        ("source_offsets", bytes(8), "1 source offsets for 3 target"),
-        ("target_offsets", bytes(7), "Strided.target_offsets"),
-        ("counts", wire.pack_u64([4]), "1 counts"),
-        ("counts", wire.pack_u64([4, 0]), "at least 1"),
-        ("source_strides", b"", "0 source strides"),
-        ("row_bytes", 0, "0 B"),
+        ("source.slots", bytes(8), "source: 1 slots for 3 columns"),
+        ("source.slots", bytes(9), r"PagedCopies\.source\.slots"),
+        ("target.columns", bytes(7), r"PagedCopies\.target\.columns"),
+        ("target.table", 3, "page table 3 of 3"),
+        ("groups", 3, "group 2 needs entry 4 of 4 pages"),
+        ("groups", 2**63, "needs entry"),
+        ("source.advance", 2**64 - 1, "needs entry"),
+        ("source.columns", wire.pack_u32([0, 1, 2**32 - 1]), "needs entry"),
+        ("box.counts", wire.pack_u64([4]), "1 counts"),
+        ("box.counts", wire.pack_u64([4, 0]), "at least 1"),
+        ("box.source_strides", b"", "0 source strides"),
+        ("box.row_bytes", 0, "0 B"),
     ],
 )
-def test_plans_that_make_no_sense_are_refused(field, value, text):
-    message = wire.plan_to_proto(_plan())
-    setattr(message.copies[0], field, value)
+def test_plans_that_make_no_sense_are_refused(path, value, text):
+    message = plan_to_proto(_plan())
+    _change(path, value)(message)
     with pytest.raises(errors.InvalidArgument, match=text):
-        wire.plan_from_proto(message)
+        plan_from_proto(message)
+
+
+def test_one_sided_placements_are_refused():
+    message = plan_to_proto(_plan())
+    message.copies[0].source.columns, message.copies[0].source.slots = bytes(4), bytes(8)
+    with pytest.raises(errors.InvalidArgument, match="1 source placements for 3 target placements"):
+        plan_from_proto(message)
+
+
+def test_a_plan_beyond_its_limits_is_refused_on_both_sides():
+    page, places = np.zeros(1, np.int64), np.zeros(PLAN_MAX_ENTRIES // 2, np.int64)
+    side = PlacedPages(page, 0, places, places)
+    box = Box(0, 0, 0, 0, 1, 1, (), (), (), 1)
+    with pytest.raises(errors.LimitExceeded, match="4,194,305 page entries; a plan has at most 4,194,304"):
+        plan_to_proto(CopyPlan(1, Purpose.PLACE, (PagedCopies(1, 2, 1, side, side, (box,)),)))
+    few = PlacedPages(page, 0, page, page)
+    boxes = (box,) * (PLAN_MAX_BOXES + 1)
+    with pytest.raises(errors.LimitExceeded, match="65,537 boxes"):
+        plan_to_proto(CopyPlan(1, Purpose.PLACE, (PagedCopies(1, 2, 1, few, few, boxes),)))
+    message = plan_to_proto(CopyPlan(1, Purpose.PLACE, (PagedCopies(1, 2, 1, few, few, boxes[:1]),)))
+    message.page_tables.append(bytes(4 * PLAN_MAX_ENTRIES))
+    with pytest.raises(errors.LimitExceeded, match="page entries"):
+        plan_from_proto(message)
 
 
 def test_an_unknown_purpose_is_refused():
     with pytest.raises(errors.InvalidArgument, match="'teleport'"):
-        wire.plan_from_proto(pb.Plan(plan_id=1, purpose="teleport"))
+        plan_from_proto(pb.Plan(plan_id=1, purpose="teleport"))
 
 
 def test_layouts_come_back_and_their_fingerprint_is_checked():
