@@ -32,6 +32,7 @@ struct Geometry {
 #define ENTRY_CHUNKS (ENTRY_TURNS * WARPS)
 #define HOT_CHUNKS (HOT_TURNS * WARPS)
 #define HOT_SLABS ((HOT_ROWS + PAGE_ROWS - 1) / PAGE_ROWS)
+#define HOT_BATCH 5
 #define FREE_SLOT 0xffffffffu
 #define NO_SLOT 0xffffffffu
 #define NO_ROW 0xffffu
@@ -190,23 +191,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) resolve(
         }
         __syncthreads();
 
-        // 3. Hot rows in LRU order: wanted, or evictable.
+        // 3. Hot rows in LRU order: wanted, or evictable. Keys of several turns are on their way at once.
         u32 wanted_turns = 0;
         #pragma unroll
-        for (int turn = 0; turn < HOT_TURNS; ++turn) {
-            int place = turn * THREADS + thread;
-            bool evictable = false;
-            if (place < HOT_ROWS) {
-                u32 row = s.lru[place];
-                i64 key = row < HOT_ROWS ? hot_keys[row] : -1;
-                evictable = true;
+        for (int first = 0; first < HOT_TURNS; first += HOT_BATCH) {
+            i64 held[HOT_BATCH];
+            #pragma unroll
+            for (int turn = first; turn < first + HOT_BATCH; ++turn) {
+                int place = turn * THREADS + thread;
+                held[turn - first] = turn < HOT_TURNS && place < HOT_ROWS ? hot_keys[s.lru[place]] : -1;
+            }
+            #pragma unroll
+            for (int turn = first; turn < first + HOT_BATCH && turn < HOT_TURNS; ++turn) {
+                int place = turn * THREADS + thread;
+                bool evictable = place < HOT_ROWS;
+                i64 key = held[turn - first];
                 if (key >= 0) {
                     u32 slot = home_slot(key);
                     while (true) {
                         u32 found = s.slots[slot];
                         if (found == FREE_SLOT) break;
                         if (s.keys[found] == key) {
-                            s.row_of[found] = static_cast<u16>(row);
+                            s.row_of[found] = s.lru[place];
                             evictable = false;
                             wanted_turns |= 1u << turn;
                             break;
@@ -214,9 +220,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) resolve(
                         slot = (slot + 1) & (SLOTS - 1);
                     }
                 }
+                u32 mask = __ballot_sync(0xffffffffu, evictable);
+                if (lane == 0) s.hot_masks[turn * WARPS + warp] = mask;
             }
-            u32 mask = __ballot_sync(0xffffffffu, evictable);
-            if (lane == 0) s.hot_masks[turn * WARPS + warp] = mask;
         }
         __syncthreads();
 
