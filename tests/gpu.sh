@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU: `tests/gpu.sh test`, `tests/gpu.sh bench`, or both without an argument.
+# Everything that needs a GPU: `tests/gpu.sh test`, `tests/gpu.sh bench [SUITE ...]`, or both without an argument.
 # PYTHON names an interpreter that has torch for this GPU; the repository itself need not be installed.
 # Results go to build/gpu-tests.json (or GPU_TESTS_JSON) and build/gpu-bench.json (or JSON).
 set -euo pipefail
@@ -15,5 +15,5 @@ if [[ $what == test || $what == all ]]; then
   GPU_TESTS_JSON="${GPU_TESTS_JSON:-build/gpu-tests.json}" "$python" -m pytest -q -m gpu tests/gpu tests/conformance
 fi
 if [[ $what == bench || $what == all ]]; then
-  "$python" -m tests.bench --gpu --json "${JSON:-build/gpu-bench.json}"
+  "$python" -m tests.bench --gpu --json "${JSON:-build/gpu-bench.json}" "${@:2}"
 fi
