@@ -113,7 +113,9 @@ class Daemon:
         self._groups = {group.name: group for group in plan.groups}
         self._gate = Gate()
         self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail, self._journal)
-        self._membership = Membership(self._loop.post, self._regions.unbind, self._on_gone)
+        self._membership = Membership(
+            self._loop.post, self._regions.unbind, self._on_gone, self._regions.free_words
+        )
         unread_messages = limits.stored_replies + limits.unseen_notices
         self._hub = SessionHub(self._boot_id, limits.stored_replies, unread_messages, self._membership.stalled)
         self._handoffs = Handoffs(
@@ -138,7 +140,8 @@ class Daemon:
         self._handoffs.use(self._mover)
         self._attach, self._server, self._health = self._make_servers()
         self._know_clients(left)
-        left.forget_rest()
+        if left.forget_rest():
+            self._regions.free_unbound()
 
     def _know_clients(self, left: Leftovers) -> None:
         """The clients of the daemon before: their processes are watched, and they may come back."""

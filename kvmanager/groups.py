@@ -26,7 +26,7 @@ TIMELINE_REGION = 1
 STAGING_REGION = 2
 FIRST_GROUP_REGION = 3
 TIMELINE_WORDS = 4096
-"""Timeline words of a node: one a rank that ever attached; a fresh one is zero."""
+"""Timeline words of a node: one an attached rank, until its process is dead; a fresh one is zero."""
 
 
 @dataclass(frozen=True)

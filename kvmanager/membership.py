@@ -69,14 +69,18 @@ class Membership:
         post: Callable[[Event], None],
         end_word: Callable[[int], int],
         on_gone: Callable[[str, int], None],
+        free_words: Callable[[Iterable[int]], None],
     ) -> None:
         """`end_word(attach_id)` ends the watch on a timeline word and gives its last value.
 
-        It and `on_gone(engine, epoch)` come once each, and must not block.
+        It and `on_gone(engine, epoch)` come once each, and must not block. `free_words(attach_ids)`: nobody can write
+        these words any more, and the core was told of that first.
         """
         self._post = post
         self._end_word = end_word
         self._on_gone = on_gone
+        self._free_words = free_words
+        self._left: dict[str, list[int]] = {}  # token -> attaches that ended while its process lives
         self._members: dict[EngineKey, _Member] = {}
         self._lock = threading.RLock()
 
@@ -115,6 +119,7 @@ class Membership:
         with self._lock:
             member = self._members.get((engine, epoch))
             if member is None:
+                self._left.setdefault(token, []).append(attach_id)
                 raise StaleEpoch(f"engine {engine!r} epoch {epoch} left while a rank attached; register again")
             member.ranks[attach_id] = token
 
@@ -130,7 +135,9 @@ class Membership:
         """A rank detached cleanly, and the core was told."""
         with self._lock:
             for key, member in list(self._members.items()):
-                if member.ranks.pop(attach_id, None) is not None:
+                token = member.ranks.pop(attach_id, None)
+                if token is not None:
+                    self._left.setdefault(token, []).append(attach_id)
                     self._end_word(attach_id)
                     self._check_gone(key, member)
 
@@ -204,6 +211,7 @@ class Membership:
     def exited(self, token: str) -> None:
         """The process behind a token is dead: none of its kernels or copies can run any more."""
         with self._lock:
+            writes_no_more = self._left.pop(token, [])
             for key, member in list(self._members.items()):
                 dead = [attach_id for attach_id, worker in member.ranks.items() if worker == token]
                 for attach_id in dead:
@@ -211,9 +219,11 @@ class Membership:
                     # What it raised last counts: all its writes came before that.
                     self._post(TimelinesRead({attach_id: self._end_word(attach_id)}))
                     self._post(DetachRank(attach_id))
+                writes_no_more += dead
                 if member.registration.token == token:
                     member.dead = True
                 self._check_gone(key, member)
+            self._free_words(writes_no_more)
 
     def _check_gone(self, key: EngineKey, member: _Member) -> None:
         if member.over and key in self._members:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -73,6 +73,8 @@ class NodeRegions:
         timelines = plan.region(TIMELINE_REGION)
         self._words = map_fd(self._fds[TIMELINE_REGION], timelines.size_bytes).view(np.uint64)
         self._attached: dict[int, tuple[int, tuple[int, ...]]] = {}  # attach id -> (word, regions it may map)
+        self._ended: dict[int, int] = {}  # attach id -> its word, which its process may still write
+        self._free_words: list[int] = []
         self._next_word = words_used
         self._lock = threading.Lock()
 
@@ -91,12 +93,33 @@ class NodeRegions:
         return self.plan.region(region_id)
 
     def new_word(self) -> int:
-        """A timeline word that nobody ever used: a dead writer can't raise its successor's. Raises LimitExceeded."""
+        """A timeline word, zero, that no living process ever had: nobody else can raise it. Raises LimitExceeded."""
         with self._lock:
-            if self._next_word == TIMELINE_WORDS:
-                raise LimitExceeded(f"{TIMELINE_WORDS} ranks attached since the node started; restart the node")
-            self._next_word += 1
-            return self._next_word - 1
+            if self._free_words:
+                word = self._free_words.pop()
+            elif self._next_word < TIMELINE_WORDS:
+                word, self._next_word = self._next_word, self._next_word + 1
+            else:
+                raise LimitExceeded(
+                    f"all {TIMELINE_WORDS} timeline words belong to ranks whose processes live; end some of them"
+                )
+            self._words[word] = 0
+            return word
+
+    def return_word(self, word: int) -> None:
+        """Nobody was told of it."""
+        with self._lock:
+            self._free_words.append(word)
+
+    def free_words(self, attach_ids: Iterable[int]) -> None:
+        """The processes of these attaches, all unbound, are dead with all who inherited from them."""
+        with self._lock:
+            self._free_words += [self._ended.pop(attach_id) for attach_id in attach_ids if attach_id in self._ended]
+
+    def free_unbound(self) -> None:
+        """After a daemon's death: no process lives that had a word but those that are bound now."""
+        with self._lock:
+            self._free_words = sorted(set(range(self._next_word)) - {word for word, _ in self._attached.values()})
 
     def bind(self, attach_id: int, word: int, granted: tuple[int, ...]) -> None:
         """From now on `read` reports this attach's word, and it may have the descriptors of `granted`."""
@@ -109,6 +132,7 @@ class NodeRegions:
             attached = self._attached.pop(attach_id, None)
             if attached is None:
                 raise UnknownLease(f"attach {attach_id} is unknown or has ended")
+            self._ended[attach_id] = attached[0]
             return int(self._words[attached[0]])
 
     def granted_fds(self, attach_id: int) -> list[int]:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvmanager import journal
 from kvmanager.attach import ClientIdentity
@@ -25,6 +25,7 @@ from kvmanager.core.eviction import Policy
 from kvmanager.core.node import Node
 from kvmanager.core.spec import Limits
 from kvmanager.deposits import JOURNAL, Deposit
+from kvmanager.framing import readable
 from kvmanager.groups import NodeMemory
 from kvmanager.journal import Fingerprints, Journal, JournalMismatch
 from kvmanager.journalcodec import Codec, configuration
@@ -32,6 +33,7 @@ from kvmanager.memory import NodeRegions, region_name
 from kvmanager.peerprocess import open_pidfd
 from kvmanager.wire import RegionInfo
 
+_CLIENT: Final = "client-"
 _log = logging.getLogger("kvmanager.takeover")
 
 
@@ -161,20 +163,23 @@ class Leftovers:
             note.token, note.uid, note.pid, found, note.role, note.name, lifeline.fd if lifeline else -1, note.started
         )
 
-    def forget_rest(self) -> None:
-        """Ends the keeper's hold on what nobody asked for."""
+    def forget_rest(self) -> bool:
+        """Ends the keeper's hold on what nobody asked for; whether no client lives that was among it."""
         assert self._keeper is not None or not self._held
+        lives = [held.fd for held in self._held.values() if held.name.startswith(_CLIENT)]
+        ended = len(readable(lives, 0.0)) == len(lives)  # pidfds of the dead, lifelines at their end
         for held in self._held.values():
             os.close(held.fd)
             if self._keeper is not None:
                 self._keeper.forget(held.name)
         self._held.clear()
+        return ended
 
 
 def _names(token: str) -> tuple[str, str]:
     """Names of the deposits that tell of a client's life; the token itself is nobody's business."""
     digest = hashlib.sha256(token.encode()).hexdigest()[:24]
-    return f"client-{digest}-pidfd", f"client-{digest}-lifeline"
+    return f"{_CLIENT}{digest}-pidfd", f"{_CLIENT}{digest}-lifeline"
 
 
 class ClientLives:

@@ -11,7 +11,7 @@ from kvmanager.clientnotes import ClientNote, RankNote
 from kvmanager.core.events import Attached, AttachRank, DetachRank
 from kvmanager.core.node import Node
 from kvmanager.core.spec import GroupSpec
-from kvmanager.errors import StaleEpoch, Unauthorized
+from kvmanager.errors import KVError, StaleEpoch, Unauthorized
 from kvmanager.groups import TIMELINE_REGION
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership
@@ -52,9 +52,12 @@ class WorkerService(pb_grpc.WorkerServicer):
         if before is not None:  # its answer was lost
             return self._reply(*before, layouts)
         note = RankNote(ClientNote.of(identity), self._regions.new_word(), _granted(layouts))
-        answer: Attached = self._loop.call(
-            AttachRank(request.engine, request.epoch, request.rank, note.word, note.stored())
-        )
+        event = AttachRank(request.engine, request.epoch, request.rank, note.word, note.stored())
+        try:
+            answer: Attached = self._loop.call(event)
+        except KVError:
+            self._regions.return_word(note.word)
+            raise
         self._regions.bind(answer.attach_id, note.word, note.regions)
         try:
             self._membership.attached(request.engine, request.epoch, answer.attach_id, identity.token)

@@ -34,7 +34,7 @@ def test_every_point_on_every_side() -> None:
 
 @pytest.mark.long
 def test_random_kills() -> None:
-    """About two seconds a kill; `make chaos KILLS=200` runs more of them."""
-    report = run_kills(itertools.islice(random_kills(5), 80), seed=5)
+    """Under two seconds a kill on a free machine; `make chaos KILLS=1000` runs more of them."""
+    report = run_kills(itertools.islice(random_kills(5), 200), seed=5)
     check(report)
-    assert len(report.missed) <= 4
+    assert len(report.missed) <= 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ from nodes_support import (
     GROUP,
     SPAN,
     Node,
+    kill_and_wait,
     node,
     prefill_engine,
     prefill_toml,
@@ -189,3 +191,26 @@ def test_an_engine_that_dies_while_it_registers_or_attaches_leaves_nothing(serve
             wait_for(lambda: not served.admin.status().engines, lambda: str(served.admin.status().engines))
             served.wait_at_rest()
     assert cached_of(served, 8) in (0, 2 * SPAN)
+
+
+def test_timeline_words_of_dead_ranks_are_given_again(served: Node) -> None:
+    """Also by the daemon that comes after one that was killed while a rank lived; never those of a living rank."""
+    words = 'print("words", [rank._word for rank in engine.workers.ranks]); print("holds"'
+    code = ENGINE.replace('print("holds"', words)
+    first = prefill_engine(served.runtime_dir)
+    first.close()  # this process lives on
+    ours = {rank._word for rank in first.workers.ranks}
+    seen = []
+    for number in range(4):
+        with script(code, str(served.runtime_dir), "40") as process:
+            seen.append(says(process, "words"))
+            says(process, "holds")
+            if number == 2:
+                kill_and_wait(served.pid_of("daemon"))
+                served.reopen()
+            process.kill()
+            process.wait()
+            served.wait_at_rest()
+            wait_for(lambda: list(served.admin.status().engines) == [])
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+    assert ours.isdisjoint(json.loads(seen[0]))

@@ -17,7 +17,7 @@ class Machine:
         self.lives = {f"rank-{rank}": ProcessLife(100 + rank, inherited=False) for rank in range(2)}
         self.lives["scheduler"] = ProcessLife(99, inherited=False)
         self.killed: list[str] = []
-        self.membership = Membership(lambda _: None, lambda _: 0, lambda *_: None)
+        self.membership = Membership(lambda _: None, lambda _: 0, lambda *_: None, lambda _: None)
         self.fence = Fence(action, self.membership, self)
         self.register(1, "scheduler", ("rank-0", "rank-1"))
 

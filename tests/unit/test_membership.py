@@ -19,7 +19,8 @@ class Watched:
         self.events: list[Event] = []
         self.ended: list[int] = []
         self.gone: list[tuple[str, int]] = []
-        self.of = Membership(self.events.append, self.end_word, lambda *key: self.gone.append(key))
+        self.freed: list[int] = []
+        self.of = Membership(self.events.append, self.end_word, lambda *key: self.gone.append(key), self.freed.extend)
 
     def end_word(self, attach_id: int) -> int:
         self.ended.append(attach_id)
@@ -201,3 +202,19 @@ def test_gone_comes_once_and_only_when_nothing_can_touch_memory(seed: int) -> No
     assert sorted(watched.ended) == [10, 11]
     detached = [event.attach_id for event in watched.events if isinstance(event, DetachRank)]
     assert len(detached) == len(set(detached)), "told once"
+
+
+def test_a_word_is_free_when_its_process_is_dead_and_not_before(watched: Watched) -> None:
+    watched.of.rank_ended(10)
+    with pytest.raises(StaleEpoch):
+        watched.of.attached("gone", 1, 77, "rank-0")
+    watched.of.disconnected("rank-0")
+    watched.of.stream_ended("e", 1)
+    assert watched.freed == []
+    watched.of.exited("rank-0")
+    assert watched.freed == [10, 77], "left in order, or never heard of it"
+    watched.of.exited("rank-1")
+    assert watched.freed == [10, 77, 11], "died attached"
+    watched.of.exited("rank-0")
+    watched.of.exited("scheduler")
+    assert watched.freed == [10, 77, 11], "once each"
