@@ -1,0 +1,229 @@
+"""Sums of host copies in the core: what is kept, compared, taken out, told and counted."""
+
+import numpy as np
+import pytest
+
+from kvmanager.core.audit import audit
+from kvmanager.core.events import CheckCopies, CopyOutcome, MoverGone, PlanEnded
+from kvmanager.core.plans import Purpose
+from kvmanager.core.pool import PageState
+from kvmanager.core.spans import DEVICE, HOST, CopyState
+from kvmanager.core.spec import Limits
+from kvmanager.errors import ChecksumMismatch
+from tests.sim.bytes_driver import BytesClient, BytesDriver, start
+
+SPAN = 512
+ALL = Limits(checksums=1)
+
+
+def on_the_host(limits: Limits = ALL, spans: int = 3) -> tuple[BytesDriver, BytesClient]:
+    """Session "a" of some spans lies on the host alone."""
+    driver, client = start(4, 12, limits)
+    client.serve(1, spans * SPAN, "a")
+    client.serve(2, 4 * SPAN, "b")
+    table = driver.node.state.groups["p"].chains[0].table
+    assert (table.copies[0, HOST][table.published] == CopyState.READY).all()
+    return driver, client
+
+
+def row_of(driver: BytesDriver, span: int, what: str = "a") -> int:
+    """The span of a session, which was served first ("a") or second."""
+    table = driver.node.state.groups["p"].chains[0].table
+    rows = [row for row in table if table.first_token[row] == span * SPAN]
+    return min(rows, key=lambda row: int(table.uids[row, 0])) if what == "a" else max(rows)
+
+
+def flip(driver: BytesDriver, row: int, *, section: int = 0, rank: int = 0, at: int = 0) -> int:
+    """Flips a bit of the span's host copy; its host page."""
+    chain = driver.node.state.groups["p"].chains[0]
+    c = chain.spec.classes[0]
+    page = int(chain.table.page_list(0, HOST, row)[0])
+    region = driver.memory.regions[c.host_regions[rank]]
+    region[page * c.page_bytes + c.sections[section].start + at] ^= 4
+    return page
+
+
+@pytest.mark.parametrize("section", [0, 1])
+@pytest.mark.parametrize("rank", [0, 5])
+def test_a_flipped_bit_on_the_host_is_a_miss_and_never_served(section: int, rank: int) -> None:
+    driver, client = on_the_host()
+    row = row_of(driver, 1)
+    page = flip(driver, row, section=section, rank=rank, at=3)
+    assert client.open(3, 3 * SPAN, "a").state == "waiting"
+    driver.end_all()
+    answer = driver.notices[-1].ready
+    assert answer is not None
+    assert answer.state == "refused"
+    assert isinstance(answer.error, ChecksumMismatch)
+    name = ("latent", "indexer")[section]
+    for part in (f"page {page}", f"{name} section", f"rank {rank}", "1 of "):
+        assert part in str(answer.error)
+    assert driver.counters["bad_copy"] == 1
+    assert driver.pages("p/host", PageState.QUARANTINED) == 1
+    again = client.open(4, 3 * SPAN, "a")
+    assert again.cached_tokens == SPAN, "what lies before the bad span is there"
+    client.finish(client.ready(again), 3 * SPAN, "a")  # computed again; all bytes are checked
+    driver.end_all()
+    for number in range(40):  # the page is given to nobody, however much the host is used
+        client.serve(10 + number, 4 * SPAN, f"c{number}")
+    assert driver.pool("p/host").spaces["kv"].state[page] == PageState.QUARANTINED
+    driver.apply(MoverGone())
+    assert driver.pool("p/host").spaces["kv"].state[page] == PageState.QUARANTINED, "nor after the mover's end"
+    driver.leave(client)
+
+
+def test_right_copies_are_served_and_counted() -> None:
+    driver, client = on_the_host()
+    made = driver.counters["summed_page"]
+    assert made == 7 * 8, "seven spans, a page on each of eight ranks"
+    client.serve(3, 3 * SPAN, "a")
+    assert driver.counters["checked_page"] == 3 * 8, "the last one to copy its first slots"
+    assert driver.counters["bad_copy"] == 0
+    driver.leave(client)
+
+
+def test_a_bit_that_flips_on_the_way_is_found_too() -> None:
+    driver, client = on_the_host()
+    assert client.open(3, SPAN + 1, "a").state == "waiting"
+    (plan_id,) = driver.plans
+    plan = driver.plans[plan_id]
+    assert plan.purpose is Purpose.ONBOARD
+    driver.move(plan)
+    assert plan.sums is not None
+    driver.memory.regions[int(plan.sums.regions[-1])][int(plan.sums.offsets[-1])] ^= 1
+    driver.plans.pop(plan_id)
+    driver.apply(PlanEnded(plan_id, CopyOutcome.DONE, None, driver.sums(plan.sums)))
+    answer = driver.notices[-1].ready
+    assert answer is not None
+    assert isinstance(answer.error, ChecksumMismatch)
+    driver.leave(client)
+
+
+def test_the_source_of_an_offload_counts_not_what_arrived() -> None:
+    """What the copy engine wrote wrongly is found when it is loaded, for sums are made of the device's bytes."""
+    driver, client = start(4, 12, ALL)
+    client.finish(client.open(1, 3 * SPAN, "a"), 3 * SPAN, "a")
+    row = row_of(driver, 0)
+    for plan_id in list(driver.plans):
+        plan = driver.plans.pop(plan_id)
+        driver.move(plan)
+        flip(driver, row)
+        assert plan.sums is not None
+        driver.apply(PlanEnded(plan_id, CopyOutcome.DONE, None, driver.sums(plan.sums)))
+    client.serve(2, 4 * SPAN, "b")
+    assert client.open(3, 3 * SPAN, "a").state == "waiting"
+    driver.end_all()
+    answer = driver.notices[-1].ready
+    assert answer is not None
+    assert isinstance(answer.error, ChecksumMismatch)
+    driver.leave(client)
+
+
+def test_off_asks_for_nothing_and_a_sample_is_a_sample() -> None:
+    for share, made in ((0, 0), (2, 3 * 8), (1, 7 * 8)):
+        driver, client = on_the_host(Limits(checksums=share))
+        assert abs(driver.counters["summed_page"] - made) <= (8 if share > 1 else 0)
+        client.serve(3, 3 * SPAN, "a")
+        assert (driver.counters["checked_page"] > 0) is (share > 0)
+        driver.leave(client)
+
+
+def test_a_load_whose_sums_did_not_come_is_no_load() -> None:
+    driver, client = on_the_host()
+    assert client.open(3, 3 * SPAN, "a").state == "waiting"
+    for plan_id in list(driver.plans):
+        driver.plans.pop(plan_id)
+        driver.apply(PlanEnded(plan_id, CopyOutcome.DONE))
+    assert driver.notices[-1].ready is not None
+    assert driver.notices[-1].ready.state == "refused"
+    driver.leave(client)
+
+
+# ------------------------------------------------------------------------------ after a restart
+
+
+def checked(driver: BytesDriver, spans: int = 100, most_ns: int = 10**12) -> None:
+    driver.apply(CheckCopies(spans, most_ns))
+    driver.end_all()
+
+
+def test_a_check_finds_what_lies_on_the_host_alone() -> None:
+    driver, client = on_the_host()
+    row = row_of(driver, 1)
+    flip(driver, row)
+    checked(driver)
+    assert driver.counters["restart_check"] == 7
+    assert driver.counters["bad_copy"] == 1
+    assert client.open(3, 3 * SPAN, "a").cached_tokens == SPAN, "not offered any more"
+    driver.end_all()
+    driver.leave(client)
+
+
+def test_a_bad_copy_beside_a_good_one_is_written_again() -> None:
+    driver, client = start(8, 8, ALL)
+    client.serve(1, 3 * SPAN, "a")
+    table = driver.node.state.groups["p"].chains[0].table
+    row = row_of(driver, 1)
+    page = flip(driver, row)
+    checked(driver)
+    assert driver.counters["bad_copy"] == 1
+    assert table.published[row]
+    assert (table.copies[0, :, row] == CopyState.READY).all(), "the device's copy was right, and is on the host again"
+    assert int(table.page_list(0, HOST, row)[0]) != page
+    client.serve(2, 3 * SPAN + 1, "a")
+    assert driver.counters["prefix_hit_tokens"] == 3 * SPAN
+    driver.leave(client)
+
+
+def test_a_check_is_bounded_in_number_and_time() -> None:
+    driver, client = on_the_host()
+    checked(driver, spans=2)
+    assert driver.counters["restart_check"] == 2
+    driver.apply(CheckCopies(100, 0))
+    assert len(driver.plans) == 1, "one plan at a time"
+    driver.end_all()
+    assert driver.counters["restart_check"] <= 2 + 8, "no other is begun when the time is over"
+    checked(driver, spans=0)
+    driver.leave(client)
+
+
+def test_a_check_that_fails_proves_nothing() -> None:
+    driver, client = on_the_host()
+    flip(driver, row_of(driver, 0))
+    driver.apply(CheckCopies(100, 10**12))
+    driver.end_all(CopyOutcome.FAILED)
+    assert driver.counters["bad_copy"] == 0
+    assert not driver.node.state.checks
+    driver.leave(client)
+
+
+def test_a_copy_found_bad_while_it_is_loaded_is_told_once() -> None:
+    driver, client = on_the_host()
+    flip(driver, row_of(driver, 0))
+    assert client.open(3, SPAN + 1, "a").state == "waiting"
+    (load,) = driver.plans
+    driver.apply(CheckCopies(100, 10**12))
+    check = next(plan_id for plan_id in driver.plans if plan_id != load)
+    driver.end(check)
+    audit(driver.node.state)
+    driver.end_all()
+    answer = driver.notices[-1].ready
+    assert answer is not None
+    assert isinstance(answer.error, ChecksumMismatch)
+    assert driver.counters["bad_copy"] == 1
+    assert driver.pages("p/host", PageState.QUARANTINED) == 1
+    driver.leave(client)
+
+
+def test_sums_of_a_page_with_other_content_are_not_used() -> None:
+    """A page that is taken again has no sums until its own are made, also where those of before lie beside it."""
+    driver, client = on_the_host()
+    chain = driver.node.state.groups["p"].chains[0]
+    space = driver.pool("p/host").spaces["kv"]
+    used = np.flatnonzero(chain.sums[0].generations)
+    assert chain.sums[0].known(used, space.generation[used]).all()
+    space.new_content(used)
+    assert not chain.sums[0].known(used, space.generation[used]).any()
+    space.generation[used] -= 1
+    assert (chain.table.copies[0, DEVICE, row_of(driver, 0)]) == CopyState.ABSENT
+    driver.leave(client)
