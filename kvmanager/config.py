@@ -142,12 +142,12 @@ class OffloadSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChecksumsSection:
-    """`[checksums]`: which host copies are summed up page by page, and how many are read again after a warm restart.
+    """`[checksums]`: which host copies are summed up, and how many are read again after a warm restart, and how long.
 
-    cover: "off", "all", or "1/n", one span in n. restart_spans: host copies of spans; none new after restart_ms.
+    cover: "off" 0, "all" 1, "1/n" n, one span in n, or "auto" None: all on a cpu node, none on a GPU node.
     """
 
-    cover: int = 1
+    cover: int | None = None
     restart_spans: int = 256
     restart_ms: int = 5_000
 
@@ -352,9 +352,8 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "tries": parse.count(1),
     },
     ChecksumsSection: {
-        "cover": parse.one_in,
-        "restart_spans": parse.count(0),
-        "restart_ms": parse.between(0, HOUR_MS),
+        "cover": parse.one_in_or_auto,
+        "restart_spans": parse.count(0), "restart_ms": parse.between(0, HOUR_MS),
     },
     TenantSection: {
         "name": parse.text,

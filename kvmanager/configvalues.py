@@ -84,13 +84,15 @@ def switch(value: object) -> bool:
     return value
 
 
-def one_in(value: object) -> int:
-    """How many of which there is one: "off" 0, "all" 1, "1/16" 16."""
+def one_in_or_auto(value: object) -> int | None:
+    """How many of which there is one: "off" 0, "all" 1, "1/16" 16; "auto" None."""
+    if value == "auto":
+        return None
     if value in ("off", "all"):
         return int(value == "all")
     first, _, many = value.partition("/") if isinstance(value, str) else ("", "", "")
     if first != "1" or not many.isascii() or not many.isdigit() or int(many) < 1:
-        raise ValueError(f'{value!r} is not "off", "all" or a share as "1/16"')
+        raise ValueError(f'{value!r} is not "auto", "off", "all" or a share as "1/16"')
     return int(many)
 
 

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvmanager.allocators.cuda_driver import DeviceContext, call, driver
+from kvmanager.core.checksums import PageSections
 from kvmanager.core.plans import Box, CopyPlan, PagedCopies, Purpose, StridedCopies
 from kvmanager.errors import DeviceError, KVError, TransferFailed
 from kvmanager.killpoints import reach
 from kvmanager.transport.active_plans import ActivePlan, ActivePlans
+from kvmanager.transport.cuda_checksums import SumLane
 from kvmanager.transport.cuda_copies import CudaCopies
 from kvmanager.transport.cuda_rows import MAX_COPIES, MAX_EXTENTS, RowKernel
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
@@ -122,6 +124,8 @@ class CudaExecutor(ActivePlans[_Active]):
         self._kernel_lanes = {
             key: _Lane(self._by_kernel, number * WINDOW_PIECES) for number, key in enumerate(_DIRECTIONS)
         }
+        self._sum_lane: SumLane[_Active] | None = None  # made when a plan asks for sums
+        self._ordinal = context.ordinal
         self._lanes = [*self._engine_lanes.values(), *self._kernel_lanes.values()]
         self._over: list[_Active] = []
         self.broken: DeviceError | None = None
@@ -164,6 +168,8 @@ class CudaExecutor(ActivePlans[_Active]):
         for lane in self._lanes:
             self._retire(lane)
             self._fill(lane)
+        if self._sum_lane is not None:
+            self._take_sums(self._sum_lane)
         over, self._over = self._over, []
         return [self._end(active) for active in over]
 
@@ -182,7 +188,8 @@ class CudaExecutor(ActivePlans[_Active]):
     def wait_ns(self) -> int:
         """See `Executor.wait_ns`; 0 while copies are in flight, whose end only `poll` sees."""
         waiting = {purpose for lane in self._lanes for purpose in lane.turns.purposes}
-        if self._over or not waiting or any(lane.pieces for lane in self._lanes):
+        summing = self._sum_lane is not None and self._sum_lane.busy
+        if self._over or not waiting or summing or any(lane.pieces for lane in self._lanes):
             return 0
         return min(self._pacer.wait_ns(purpose) for purpose in waiting)
 
@@ -197,6 +204,8 @@ class CudaExecutor(ActivePlans[_Active]):
             lane.close()
         self._lanes.clear()
         self._kernel.close()
+        if self._sum_lane is not None:
+            self._sum_lane.close()
 
     def _settle(self, active: _Active) -> None:
         """Ends a plan of which nothing is to be issued and nothing in flight; once."""
@@ -206,10 +215,35 @@ class CudaExecutor(ActivePlans[_Active]):
             active.ended = (Outcome.UNKNOWN_FATE, active.unknown)
         elif active.ended is None:
             assert active.moved_bytes == active.plan.total_bytes
+            if active.plan.sums is not None and active.sums is None:
+                self._sum_up(active, active.plan.sums)
+                return
             active.ended = (Outcome.DONE, None)
         if active.started_ns:
             active.busy_ns = self._clock_ns() - active.started_ns
         self._over.append(active)
+
+    def _sum_up(self, active: _Active, pages: PageSections) -> None:
+        """All its bytes have landed: what it asked to be summed up comes next."""
+        active.pending += 1
+        try:
+            if self._sum_lane is None:
+                self._sum_lane = SumLane(self._regions, self._ordinal)
+        except DeviceError as error:
+            active.pending -= 1
+            active.ended = (Outcome.FAILED, _failure(active, error))
+            self._over.append(active)
+            return
+        self._sum_lane.put(active, pages)
+
+    def _take_sums(self, lane: SumLane[_Active]) -> None:
+        for active, found in lane.poll():
+            active.pending -= 1
+            if isinstance(found, DeviceError):
+                self._break(active, found)
+            else:
+                active.sums = found
+            self._settle(active)
 
     def _retire(self, lane: _Lane) -> None:
         """Takes off what has landed. An event that fails means a broken context: nothing says what has landed."""

@@ -79,7 +79,7 @@ class RowKernel:
 
     def __init__(self, ordinal: int, slots: int) -> None:
         """Compiles. Raises DeviceError."""
-        image = _compile(ordinal)
+        image = compile_kernels(ordinal, _SOURCE, "rows")
         self._module = call("cuModuleLoadData", image)
         self._functions = {u: call("cuModuleGetFunction", self._module, f"rows_{u}".encode()) for u in _UNITS}
         size_bytes = slots * 2 * MAX_COPIES * 8
@@ -116,7 +116,8 @@ class RowKernel:
         call("cuModuleUnload", self._module)
 
 
-def _compile(ordinal: int) -> bytes:
+def compile_kernels(ordinal: int, source: str, name: str) -> bytes:
+    """The image of CUDA C++ for a GPU, by nvrtc. Raises DeviceError with what the compiler says."""
     try:
         nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
     except ImportError as error:
@@ -132,15 +133,22 @@ def _compile(ordinal: int) -> bytes:
     )
     options = [f"--gpu-architecture=sm_{major}{minor}".encode()]
     try:
-        status, program = nvrtc.nvrtcCreateProgram(_SOURCE.encode(), b"rows.cu", 0, [], [])
+        status, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
         if int(status) == 0:
             (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     except RuntimeError as error:
         raise DeviceError(f"the CUDA compiler (nvrtc) is not there: {error}") from error
     if int(status):
-        raise DeviceError(f"the CUDA compiler refuses the row kernel: {status.name}")
+        raise DeviceError(f"the CUDA compiler refuses {name}: {status.name}; {_compiler_log(nvrtc, program)}")
     _, size = nvrtc.nvrtcGetCUBINSize(program)
     image = bytes(size)
     nvrtc.nvrtcGetCUBIN(program, image)
     nvrtc.nvrtcDestroyProgram(program)
     return image
+
+
+def _compiler_log(nvrtc: Any, program: Any) -> str:
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    log = bytes(size)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    return log.decode(errors="replace").strip("\0\n ")[:2000]

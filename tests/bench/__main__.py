@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tests.bench import (
+    checksum_figures,
     copy_figures,
     core_figures,
     death_figures,
@@ -27,6 +28,7 @@ SUITES: dict[str, Callable[[], Iterator[Figure]]] = {
     "replay": replay_figures.figures,
     "copies": copy_figures.figures,
     "plans": plan_figures.figures,
+    "checksums": checksum_figures.figures,
     "wire": wire_figures.figures,
     "deaths": death_figures.figures,
     "survival": survival_figures.figures,
@@ -75,11 +77,12 @@ def _measure(suites: Iterable[Callable[[], Iterator[Figure]]], figures: list[dic
 
 def _on_gpu() -> tuple[dict[str, str], dict[str, Callable[[], Iterator[Figure]]]]:
     """The machine and the suites. Imported late: the other figures need no torch."""
-    from tests.bench import gpu_copies, gpu_figures, gpu_hisparse, gpu_kernels
+    from tests.bench import gpu_checksums, gpu_copies, gpu_figures, gpu_hisparse, gpu_kernels
 
     suites = {
         "copies": gpu_copies.figures,
         "loop": gpu_copies.beside_a_loop,
+        "checksums": gpu_checksums.figures,
         "codec": gpu_figures.figures,
         "hisparse": gpu_hisparse.figures,
         "kernels": gpu_kernels.figures,

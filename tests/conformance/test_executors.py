@@ -8,8 +8,10 @@ import time
 import numpy as np
 import pytest
 
+from kvmanager.core.checksums import PageSections
 from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
 from kvmanager.errors import Draining, InvalidArgument, TransferFailed
+from kvmanager.transport.checksums import section_sum
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.cuda import CudaExecutor
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
@@ -186,6 +188,47 @@ def test_a_large_run_and_many_large_pages_arrive_whole(executor, memory):
     assert np.array_equal(memory[11][: 5 * MIB + 3], memory[1][1 : 5 * MIB + 4])
     assert (memory[11][5 * MIB + 3 :] == POISON).all()
     assert np.array_equal(memory[12].reshape(6, MIB), memory[1].reshape(6, MIB)[::-1])
+
+
+def test_sums_are_made_when_all_bytes_have_moved(executor, kind, memory):
+    """Of source and target pages alike, whatever their place and size; many pages, several plans, nothing to copy."""
+    if kind == "nixl":
+        pytest.skip("reads from peers; what they bring is summed up in staging")
+    page_bytes, sections = 50_000, ((0, 40_960), (40_962, 9_001))
+    offsets = np.arange(100, dtype=np.int64) * page_bytes
+    copies = strided(1, 11, offsets, offsets[::-1].copy(), (), (), (), page_bytes)
+    regions = np.repeat(np.array([1, 11, 2, 12], np.int32), 100)
+    every = PageSections(regions, np.tile(offsets, 4), sections)
+    executor.submit(CopyPlan(1, Purpose.OFFLOAD, (copies,), every))
+    executor.submit(CopyPlan(2, Purpose.CHECK, (), PageSections(regions[:7], offsets[:7] + 3, ((0, 100), (8, 8)))))
+    executor.submit(CopyPlan(3, Purpose.OFFLOAD, ()))
+    ended = _drain(executor)
+    assert {completion.outcome for completion in ended.values()} == {Outcome.DONE}, ended
+    assert ended[3].sums is None
+    found = {region: np.asarray(memory[region]) for region in (1, 2, 11, 12)}
+
+    def of(region, at):
+        return [section_sum(found[region][at + start : at + start + size]) for start, size in sections]
+
+    for number, (region, at) in enumerate(zip(regions.tolist(), every.offsets.tolist(), strict=True)):
+        assert ended[1].sums[number].tolist() == np.concatenate(of(region, at)).tolist(), (number, region, at)
+    assert ended[2].sums[6, 2:].tolist() == section_sum(found[1][int(offsets[6]) + 11 :][:8]).tolist()
+    assert np.array_equal(ended[1].sums[:100], ended[1].sums[100:200][::-1]), "what arrived is what was sent"
+
+
+@pytest.mark.parametrize(
+    ("offset", "sections"), [(REGION_BYTES - 99, ((0, 100),)), (-1, ((0, 8),)), (0, ((8, 0),)), (0, ())]
+)
+def test_sums_of_bytes_outside_fail_before_a_byte_moves(executor, kind, memory, offset, sections):
+    if kind == "nixl":
+        pytest.skip("reads from peers; what they bring is summed up in staging")
+    pages = PageSections(np.array([1], np.int32), np.array([offset]), sections)
+    copies = strided(1, 11, np.array([0]), np.array([0]), (), (), (), 4096)
+    executor.submit(CopyPlan(1, Purpose.OFFLOAD, (copies,), pages))
+    (completion,) = _drain(executor).values()
+    assert completion.outcome is Outcome.FAILED
+    assert completion.sums is None
+    assert (memory[11][:] == POISON).all()
 
 
 _OUTSIDE = {

@@ -230,3 +230,23 @@ def test_a_pool_larger_than_the_gpu_is_refused_before_anybody_attaches(tmp_path:
 
     with memory_is_given_back(), pytest.raises(KVError, match="no room for it"), node(tmp_path, "prefill", toml):
         pass
+
+
+def test_checksums_on_a_gpu_node_let_right_bytes_through_and_are_counted(tmp_path: Path) -> None:
+    def toml(runtime_dir: Path, *, name: str) -> str:
+        more = '[checksums]\ncover = "all"\n'
+        return prefill_toml(runtime_dir, name=name, device="cuda:0", more=more)
+
+    with node(tmp_path, "summed", toml) as served:
+        rotate(served, [1, 2, 3])
+        counters = served.counters()
+        assert counters["onboard"] > 0, counters
+        assert counters["summed_page"] > 0, counters
+        assert counters["checked_page"] > 0, counters
+        assert counters["bad_copy"] == 0, f"the GPU's sums differ from one another: {counters}"
+        kill_and_wait(served.pid_of("daemon"))
+        wait_for(lambda: served.log().count("started the daemon") == 2)
+        served.reopen()
+        wait_for(lambda: served.counters()["restart_check"] > 0, lambda: str(served.counters()))
+        served.wait_at_rest()
+        assert served.counters()["bad_copy"] == 0, f"sums of host memory differ from those of HBM: {served.counters()}"

@@ -1,0 +1,246 @@
+"""Checksums of page sections by a GPU: bit by bit those of `kvmanager.transport.checksums`.
+
+Two launches a batch, however many pages it has. The first adds up lines and columns: a warp takes a line of 8 KiB at a
+time, keeps the sums of its 32 columns a thread in registers over many lines, and adds them to the section's columns
+with atomics; whole numbers, so the order does not count. The second mixes the columns. Few blocks, so that kernels of
+other processes hardly notice: 8 blocks read some 200 GB/s, more than a PCIe link brings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final, Generic, TypeVar
+
+import numpy as np
+
+from kvmanager.allocators.cuda_driver import call, driver
+from kvmanager.core.checksums import SUM_WORDS, PageSections, SumArray
+from kvmanager.errors import DeviceError
+from kvmanager.transport.checksums import LINE_WORDS
+from kvmanager.transport.cuda_rows import compile_kernels
+from kvmanager.transport.executor import RegionMap
+from kvmanager.transport.pinned import PinnedMemory
+
+Owner = TypeVar("Owner")
+BLOCKS: Final = 8
+THREADS: Final = 256
+MAX_SECTIONS: Final = 512
+"""Of one batch: their columns take 4 MiB of GPU memory, made once."""
+TILE_LINES: Final = 64
+"""Lines that one warp takes before it gives its columns up."""
+_SOURCE: Final = r"""
+typedef unsigned long long u64;
+__device__ __forceinline__ u64 mix(u64 v) {
+    u64 z = v + 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+}
+// Word `i` of `bytes` bytes at `base`; what lies beyond the end is zero.
+__device__ __forceinline__ u64 word(const unsigned char *base, u64 bytes, u64 i) {
+    const u64 at = i * 8;
+    if (at + 8 <= bytes && (((u64)(base + at)) & 7) == 0) return *(const u64 *)(base + at);
+    u64 value = 0;
+    for (unsigned k = 0; k < 8 && at + k < bytes; ++k) value |= ((u64)base[at + k]) << (8 * k);
+    return value;
+}
+// sections[2 * s], [2 * s + 1]: address and bytes. first_tile[s]: tiles of the sections before; first_tile[n]: all.
+extern "C" __global__ void add_up(const u64 *sections, const u64 *first_tile, unsigned n, unsigned tile_lines,
+                                  u64 *columns, u64 *sums) {
+    const unsigned lane = threadIdx.x & 31;
+    const u64 warps = (u64)gridDim.x * (blockDim.x >> 5);
+    const u64 tiles = first_tile[n];
+    for (u64 tile = (u64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5); tile < tiles; tile += warps) {
+        unsigned low = 0, high = n;  // the section that has the tile
+        while (high - low > 1) {
+            const unsigned middle = (low + high) >> 1;
+            if (first_tile[middle] <= tile) low = middle; else high = middle;
+        }
+        const unsigned char *base = (const unsigned char *)sections[2 * low];
+        const u64 bytes = sections[2 * low + 1];
+        const u64 lines = (bytes + 8191) / 8192;
+        const u64 begin = (tile - first_tile[low]) * tile_lines;
+        const u64 end = begin + tile_lines < lines ? begin + tile_lines : lines;
+        u64 column[32];
+        #pragma unroll
+        for (int k = 0; k < 32; ++k) column[k] = 0;
+        u64 mixed = 0;
+        for (u64 line = begin; line < end; ++line) {
+            u64 total = 0;
+            #pragma unroll
+            for (int k = 0; k < 32; ++k) {
+                const u64 value = word(base, bytes, line * 1024 + k * 32 + lane);
+                column[k] += value;
+                total += value;
+            }
+            #pragma unroll
+            for (int offset = 16; offset; offset >>= 1) total += __shfl_down_sync(0xffffffffu, total, offset);
+            if (lane == 0) mixed += mix(total + mix(line));
+        }
+        if (lane == 0) atomicAdd(&sums[2 * low], mixed);
+        #pragma unroll
+        for (int k = 0; k < 32; ++k) atomicAdd(&columns[(u64)low * 1024 + k * 32 + lane], column[k]);
+    }
+}
+// A warp a section.
+extern "C" __global__ void mix_columns(const u64 *sections, unsigned n, const u64 *columns, u64 *sums) {
+    const unsigned lane = threadIdx.x & 31;
+    const unsigned warps = gridDim.x * (blockDim.x >> 5);
+    for (unsigned s = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5); s < n; s += warps) {
+        u64 total = 0;
+        for (unsigned c = lane; c < 1024; c += 32) total += mix(columns[(u64)s * 1024 + c] + mix(c));
+        for (int offset = 16; offset; offset >>= 1) total += __shfl_down_sync(0xffffffffu, total, offset);
+        if (lane == 0) {
+            sums[2 * s + 1] = total;
+            sums[2 * s] += mix(sections[2 * s + 1]);
+        }
+    }
+}
+"""
+
+
+class CudaChecksums:
+    """The kernels, and room for one batch in flight. A context must be current; nothing is allocated per batch."""
+
+    def __init__(self, ordinal: int) -> None:
+        """Compiles. Raises DeviceError."""
+        assert LINE_WORDS == 1024, "the kernels have it in them"
+        self._module = call("cuModuleLoadData", compile_kernels(ordinal, _SOURCE, "checksums"))
+        self._add_up = call("cuModuleGetFunction", self._module, b"add_up")
+        self._mix_columns = call("cuModuleGetFunction", self._module, b"mix_columns")
+        self._columns = int(call("cuMemAlloc", MAX_SECTIONS * LINE_WORDS * 8))
+        self._sums = int(call("cuMemAlloc", MAX_SECTIONS * SUM_WORDS * 8))
+        self._described = int(call("cuMemAlloc", (MAX_SECTIONS * 3 + 1) * 8))
+        words = MAX_SECTIONS * 2 + (MAX_SECTIONS + 1) + MAX_SECTIONS * SUM_WORDS
+        room = np.frombuffer(mmap.mmap(-1, -(-words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE), np.uint8)
+        self._pinned = PinnedMemory(room)
+        memory = room[: words * 8].view(np.uint64)
+        self._sections = memory[: MAX_SECTIONS * 2]
+        self._first_tile = memory[MAX_SECTIONS * 2 : MAX_SECTIONS * 3 + 1]
+        self._result = memory[MAX_SECTIONS * 3 + 1 :]
+
+    @staticmethod
+    def batch_pages(pages: PageSections) -> int:
+        """Pages that fit one batch."""
+        return max(1, MAX_SECTIONS // len(pages.sections))
+
+    def launch(self, regions: RegionMap, pages: PageSections, first: int, count: int, stream: int) -> None:
+        """Queues the sums of `count` pages from `first` on. The room is taken until what was queued has ended."""
+        sections = len(pages.sections)
+        n = count * sections
+        assert 0 < n <= MAX_SECTIONS
+        part = slice(first, first + count)
+        bases = np.array([regions.address(region) for region in pages.regions[part].tolist()], np.uint64)
+        starts = bases + pages.offsets[part].astype(np.uint64)
+        shape = np.array(pages.sections, np.uint64)
+        described = self._sections[: 2 * n].reshape(count, sections, 2)
+        described[:, :, 0] = starts[:, None] + shape[:, 0]
+        described[:, :, 1] = shape[:, 1]
+        lines = -(-described[:, :, 1].reshape(-1).astype(np.int64) // (LINE_WORDS * 8))
+        self._first_tile[0] = 0
+        self._first_tile[1 : n + 1] = np.cumsum(-(-lines // TILE_LINES))
+        queue = driver().CUstream(stream)
+        described_at, tiles_at = self._described, self._described + MAX_SECTIONS * 2 * 8
+        call("cuMemcpyHtoDAsync", described_at, int(self._sections.ctypes.data), (MAX_SECTIONS * 3 + 1) * 8, queue)
+        call("cuMemsetD8Async", self._columns, 0, n * LINE_WORDS * 8, queue)
+        call("cuMemsetD8Async", self._sums, 0, n * SUM_WORDS * 8, queue)
+        pointer, number = ctypes.c_void_p, ctypes.c_uint
+        values = (described_at, tiles_at, n, TILE_LINES, self._columns, self._sums)
+        types = (pointer, pointer, number, number, pointer, pointer)
+        call("cuLaunchKernel", self._add_up, BLOCKS, 1, 1, THREADS, 1, 1, 0, queue, (values, types), 0)
+        mixing = (described_at, n, self._columns, self._sums)
+        mixing_types = (pointer, number, pointer, pointer)
+        call("cuLaunchKernel", self._mix_columns, BLOCKS, 1, 1, THREADS, 1, 1, 0, queue, (mixing, mixing_types), 0)
+        call("cuMemcpyDtoHAsync", int(self._result.ctypes.data), self._sums, n * SUM_WORDS * 8, queue)
+
+    def result(self, pages: PageSections, count: int) -> SumArray:
+        """Of the batch that has just ended, uint64[count, sections * SUM_WORDS]."""
+        words = len(pages.sections) * SUM_WORDS
+        return self._result[: count * words].reshape(count, words).copy()
+
+    def close(self) -> None:
+        """Gives all back; nothing may be in flight. Raises DeviceError."""
+        call("cuMemFree", self._described)
+        call("cuMemFree", self._columns)
+        call("cuMemFree", self._sums)
+        self._pinned.close()
+        call("cuModuleUnload", self._module)
+
+
+@dataclass
+class _Summing(Generic[Owner]):
+    """Pages of one owner: `first`, `count` of the batch in flight, and what the batches before it gave."""
+
+    owner: Owner
+    pages: PageSections
+    first: int = 0
+    count: int = 0
+    parts: list[SumArray] = field(default_factory=list)
+
+
+class SumLane(Generic[Owner]):
+    """One stream that sums pages up, owner by owner, a batch at a time. A context must be current."""
+
+    def __init__(self, regions: RegionMap, ordinal: int) -> None:
+        """Raises DeviceError."""
+        module = driver()
+        self._regions = regions
+        self._not_ready = int(module.CUresult.CUDA_ERROR_NOT_READY)
+        self._kernels = CudaChecksums(ordinal)
+        self._stream = call("cuStreamCreate", module.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self._event = call("cuEventCreate", module.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._waiting: deque[_Summing[Owner]] = deque()
+        self._flying: _Summing[Owner] | None = None
+
+    def put(self, owner: Owner, pages: PageSections) -> None:
+        """Pages whose bytes are all there; at least one."""
+        self._waiting.append(_Summing(owner, pages))
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody's sums are still to come."""
+        return self._flying is not None or bool(self._waiting)
+
+    def poll(self) -> list[tuple[Owner, SumArray | DeviceError]]:
+        """Owners that have all their sums now, or none for a broken context. Waits for nothing."""
+        ended: list[tuple[Owner, SumArray | DeviceError]] = []
+        while self.busy:
+            if self._flying is not None:
+                (status,) = driver().cuEventQuery(self._event)
+                if int(status) == self._not_ready:
+                    break
+                ended += self._landed(self._flying, int(status))
+            elif (failure := self._launch(self._waiting[0])) is not None:
+                ended.append((self._waiting.popleft().owner, failure))
+        return ended
+
+    def _launch(self, work: _Summing[Owner]) -> DeviceError | None:
+        work.count = min(self._kernels.batch_pages(work.pages), len(work.pages) - work.first)
+        try:
+            self._kernels.launch(self._regions, work.pages, work.first, work.count, int(self._stream))
+            call("cuEventRecord", self._event, self._stream)
+        except DeviceError as error:
+            return error
+        self._flying = self._waiting.popleft()
+        return None
+
+    def _landed(self, work: _Summing[Owner], status: int) -> list[tuple[Owner, SumArray | DeviceError]]:
+        self._flying = None
+        if status:
+            return [(work.owner, DeviceError(f"cuEventQuery behind checksums: {status}"))]
+        work.parts.append(self._kernels.result(work.pages, work.count))
+        work.first += work.count
+        if work.first < len(work.pages):
+            self._waiting.appendleft(work)
+            return []
+        return [(work.owner, np.concatenate(work.parts))]
+
+    def close(self) -> None:
+        """Gives all back; nothing may be in flight. Raises DeviceError."""
+        assert not self.busy
+        call("cuEventDestroy", self._event)
+        call("cuStreamDestroy", self._stream)
+        self._kernels.close()
