@@ -15,13 +15,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvmanager.clients.glm.codec import Fp8Codec
-from kvmanager.clients.glm.gpu.indexer import index_scores
+from kvmanager.clients.glm.gpu.indexer import DEFAULT_INDEX_TILING, IndexTiling, index_scores
 from kvmanager.clients.glm.gpu.pages import DevicePages, device_pages, row_references
 from kvmanager.clients.glm.gpu.sparse_mla import DEFAULT_TILING, Tiling, attend_parts, merge_parts, splits_for
 from kvmanager.clients.glm.gpu.topk import TopKWorkspace, top_k
@@ -43,6 +44,9 @@ LEADER, LAYER = 6, 8
 SCALE = 256**-0.5
 SEQUENTIAL, KEPT = TokenOrder(1, 64), TokenOrder(8, 1)
 TILINGS = (Tiling(64, 8, 2), Tiling(64, 8, 3), Tiling(32, 8, 2), Tiling(32, 8, 3), Tiling(32, 8, 4))
+INDEX_TILINGS = (
+    IndexTiling(8), IndexTiling(32), IndexTiling(16, stages=3), IndexTiling(16, stages=6), IndexTiling(16, warps=8),
+)  # fmt: skip
 SHARDS = 8
 
 
@@ -243,10 +247,10 @@ class Indexing:
         self.selection = torch.empty((rows, K), dtype=torch.int32, device="cuda")
         self._workspace = TopKWorkspace(rows, stride, "cuda")
 
-    def score(self) -> None:
+    def score(self, tiling: IndexTiling = DEFAULT_INDEX_TILING) -> None:
         index_scores(
             self._q, self._weights, self._table, self._page_counts, self._tokens, self._region, self._values,
-            self._scales, self._scores,
+            self._scales, self._scores, tiling,
         )  # fmt: skip
 
     def choose(self) -> None:
@@ -282,6 +286,9 @@ def _indexer_figures(clock: Clock, rooflines: Rooflines) -> Iterator[Figure]:
         yield _roofline_figure(f"  of it scores, {tokens:,} tokens", score_s, floor)
         yield Figure(f"  of it top-k, {tokens:,} tokens", choose_s * 1e6, "us", "scores", choose_s / score_s)
         if tokens == CONTEXT:
+            for tiling in INDEX_TILINGS:
+                seconds = clock.seconds(partial(work.score, tiling))
+                yield _roofline_figure(f"  of it scores, {tiling.pages}x{tiling.stages}x{tiling.warps}", seconds, floor)
             kept = Indexing(region, layout, KEPT, tokens, QUERIES, REQUESTS)
             kept_s = clock.seconds(kept.run)
             yield Figure("indexer + top-k, kept order (8, 1)", kept_s * 1e6, "us", "sequential", kept_s / run_s)

@@ -14,7 +14,7 @@ from kvmanager.geometry import TokenOrder
 from kvmanager.layout import GLM53, Section, indexer_layout, native_layout
 
 pytestmark = pytest.mark.gpu
-LENGTHS = (1, 130) if INTERPRETED else (1, 0, 63, 64, 700, 1_025, 9_999)
+LENGTHS = (1, 130, 70) if INTERPRETED else (1, 0, 63, 64, 700, 1_025, 9_999)
 PAGES = 16 if INTERPRETED else 320
 ORDERS = (TokenOrder(8, 1), TokenOrder(1, 64), TokenOrder(2, 16))
 

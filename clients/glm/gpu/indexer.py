@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -13,9 +14,19 @@ from kvmanager.clients.glm.gpu.pages import DevicePages
 from kvmanager.layout import Component
 
 INDEX_HEADS: Final = 32
-PAGES_PER_BLOCK: Final = 16
-QUERIES_PER_BLOCK: Final = 4
-STAGES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class IndexTiling:
+    """How a launch is cut: pages and query tokens (a power of two) a block, pages in flight, warps."""
+
+    pages: int = 16
+    queries: int = 4
+    stages: int = 4
+    warps: int = 4
+
+
+DEFAULT_INDEX_TILING: Final = IndexTiling()
 
 
 @triton.jit
@@ -68,6 +79,7 @@ def index_scores(
     values: Component,
     scales: Component,
     scores: Tensor,
+    tiling: IndexTiling = DEFAULT_INDEX_TILING,
 ) -> None:
     """`scores[r, t, j] = scale_j * sum_h weights[r, t, h] * relu(q[r, t, h] . key_j)` for positions j < `tokens`[r].
 
@@ -89,10 +101,10 @@ def index_scores(
     assert values.page_stride == scales.page_stride
     assert (values.slot_stride, scales.slot_stride) == (128, 4)
     assert region.data_ptr() % 16 == values.page_stride % 16 == values.offset % 16 == 0
-    blocks = triton.cdiv(table.pages.shape[1], PAGES_PER_BLOCK)
+    blocks = triton.cdiv(table.pages.shape[1], tiling.pages)
     if requests * queries * blocks:
-        _scores[(blocks, requests, triton.cdiv(queries, QUERIES_PER_BLOCK))](
+        _scores[(blocks, requests, triton.cdiv(queries, tiling.queries))](
             q, weights, table.pages, table.spans, table.orders, page_counts, tokens, region, scores,
             table.pages.stride(0), scores.stride(1), values.page_stride, values.offset, scales.offset, queries,
-            PAGES=PAGES_PER_BLOCK, QUERIES=QUERIES_PER_BLOCK, STAGES=STAGES, num_warps=4,
+            PAGES=tiling.pages, QUERIES=tiling.queries, STAGES=tiling.stages, num_warps=tiling.warps,
         )  # fmt: skip
