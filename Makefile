@@ -20,7 +20,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 NUMPY := $(shell sed -n 's/^\(numpy==[^ ]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long sim chaos check bench protos gpu-test gpu-bench clean
+.PHONY: help venv demo test test-long test-vllm sim chaos check bench protos gpu-test gpu-bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1#\2/p' $(MAKEFILE_LIST) | awk -F'#' '{printf "%-18s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ test: $(STAMP) ## the default tests
 test-long: $(STAMP) ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m long --durations=12 $(PYTEST_FLAGS) || { \
 	  rc=$$?; test $$rc -ne 5 || echo "make test-long: no test is marked long, so nothing was tested" >&2; exit $$rc; }
+
+test-vllm: $(STAMP) ## a real vLLM engine as a client (its environment is made once: minutes, 2.5 GB)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m vllm -s tests/vllm $(PYTEST_FLAGS)
 
 sim: $(STAMP) ## seeded histories of the core: SEEDS=300 EVENTS=2000 FIRST=0
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim --seeds $(SEEDS) --events $(EVENTS) --first $(FIRST)

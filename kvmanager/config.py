@@ -22,7 +22,8 @@ from kvmanager.core.eviction import POLICIES
 from kvmanager.core.spec import Inclusion
 from kvmanager.errors import ConfigError
 from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
-from kvmanager.layout import FORMATS, KVFormat
+from kvmanager.groupchecks import check_group, check_keys_of_kind
+from kvmanager.layout import KVFormat, format_named
 from kvmanager.transport.pacing import LinkRates
 from kvmanager.units import MIB, MILLISECOND_NS, format_bytes
 
@@ -154,9 +155,10 @@ class ChecksumsSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSection:
-    """`[[group]]`: one memory group: shards of a DCP engine, equal copies on all its ranks, or a HiSparse decode rank.
+    """`[[group]]`: one memory group.
 
-    The last four fields hold only for kind "hisparse" (0 in the others).
+    Shards of a DCP engine, equal copies on all its ranks, a HiSparse decode rank, or a cache in host memory for engines
+    with device memory of their own. The last four fields hold only for kind "hisparse" (0 in the others).
     """
 
     name: str
@@ -164,8 +166,8 @@ class GroupSection:
     format: str
     ranks: int
     page_rows: int
-    hbm_bytes_per_rank: int
     host_bytes_per_rank: int
+    hbm_bytes_per_rank: int = 0
     interleave: int = 1
     token_order: str = ""
     source_ranks: int = 0
@@ -175,7 +177,7 @@ class GroupSection:
     @property
     def kv_format(self) -> KVFormat:
         """The format that `format` names."""
-        return FORMATS[self.format]
+        return format_named(self.format)
 
     @property
     def geometry(self) -> ShardGeometry:
@@ -364,8 +366,8 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
     },
     GroupSection: {
         "name": parse.text,
-        "kind": parse.choice("sharded", "replicated", "hisparse"),
-        "format": parse.choice(*FORMATS),
+        "kind": parse.choice("sharded", "replicated", "hisparse", "cache"),
+        "format": parse.kv_format,
         "ranks": parse.count(1),
         "page_rows": parse.count(1),
         "interleave": parse.count(1),
@@ -377,7 +379,6 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "hot_rows": parse.count(1),
     },
 }
-_HISPARSE_KEYS: Final = ("token_order", "source_ranks", "source_interleave", "hot_rows")
 
 
 def _table(table: Mapping[str, object], name: str) -> Mapping[str, object]:
@@ -432,56 +433,12 @@ def _groups(tables: object) -> tuple[GroupSection, ...]:
         if not isinstance(table, dict):
             raise ConfigError(f"{where} must be a table")
         group = _read(GroupSection, table, where)
-        _check_keys_of_kind(group, table, where)
-        _check_group(group, where)
+        check_keys_of_kind(group, table, where)
+        check_group(group, where)
         if any(group.name == other.name for other in groups):
             raise ConfigError(f"{where} number {place}: the name is taken by an earlier group")
         groups.append(group)
     return tuple(groups)
-
-
-def _check_keys_of_kind(group: GroupSection, table: Mapping[str, object], where: str) -> None:
-    for key in _HISPARSE_KEYS:
-        if group.kind == "hisparse" and key not in table:
-            raise ConfigError(f"missing key {key!r} in {where}: a hisparse group needs it")
-        if group.kind != "hisparse" and key in table:
-            raise ConfigError(f"{where} {key}: only a group of kind \"hisparse\" has it; remove it")
-
-
-def _check_group(group: GroupSection, where: str) -> None:
-    _check_divides(group.interleave, group.page_rows, f"{where} interleave")
-    if group.kind == "replicated" and group.interleave != 1:
-        raise ConfigError(f"{where} interleave: every rank holds all tokens, nothing is dealt out; remove it")
-    if group.kind != "hisparse":
-        least = group.unit_bytes
-        _check_holds(group.hbm_bytes_per_rank, least, f"{where} hbm_bytes_per_rank", "one page")
-        if group.host_bytes_per_rank:
-            _check_holds(group.host_bytes_per_rank, least, f"{where} host_bytes_per_rank", "one page (0: no offload)")
-        return
-    if group.ranks != 1:
-        raise ConfigError(f"{where} ranks: {group.ranks}, but a hisparse group is one decode rank; write ranks = 1")
-    _check_divides(group.source_interleave, group.page_rows, f"{where} source_interleave")
-    if group.hot_rows % group.page_rows:
-        raise ConfigError(
-            f"{where} hot_rows: {group.hot_rows} is not a whole number of slabs of {group.page_rows} rows (page_rows)"
-        )
-    span_pages = group.arrival_order.segments
-    indexers_per_slab = group.unit_bytes // group.kv_format.indexer_page_bytes(group.page_rows)
-    span_slabs = span_pages + -(-span_pages // indexers_per_slab)
-    device_least = (span_slabs + group.hot_slabs) * group.unit_bytes
-    what = f"a span ({span_slabs} slabs) and a hot buffer ({group.hot_slabs} slabs)"
-    _check_holds(group.hbm_bytes_per_rank, device_least, f"{where} hbm_bytes_per_rank", what)
-    _check_holds(group.host_bytes_per_rank, span_slabs * group.unit_bytes, f"{where} host_bytes_per_rank", "a span")
-
-
-def _check_divides(interleave: int, page_rows: int, what: str) -> None:
-    if page_rows % interleave:
-        raise ConfigError(f"{what}: {interleave} does not divide page_rows = {page_rows}")
-
-
-def _check_holds(size_bytes: int, least_bytes: int, what: str, content: str) -> None:
-    if size_bytes < least_bytes:
-        raise ConfigError(f"{what}: {size_bytes} bytes do not hold {content}; it takes at least {least_bytes} bytes")
 
 
 def _check_mover(config: NodeConfig) -> None:

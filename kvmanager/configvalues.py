@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from kvmanager.allocators.cuda_driver import device_ordinal
 from kvmanager.errors import InvalidArgument
+from kvmanager.layout import FORMATS, format_named
 from kvmanager.units import parse_bytes
 
 RUNTIME_DIR_MAX_BYTES: Final = 80
@@ -104,6 +105,14 @@ def choice(*names: str) -> Parser:
         return str(value)
 
     return parse
+
+
+def kv_format(value: object) -> str:
+    """The name of a KV format."""
+    try:
+        return format_named(text(value)).name
+    except InvalidArgument as error:
+        raise ValueError(f"{error}{did_you_mean(value, tuple(FORMATS))}") from None
 
 
 def device(value: object) -> str:

@@ -1,4 +1,4 @@
-"""The Engine service: registration, sessions, lookups."""
+"""The Engine service: registration, sessions, lookups, leases."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from kvmanager.clientnotes import ClientNote, EngineNote
 from kvmanager.compatibility import check_ticket
 from kvmanager.core.events import EngineResumed, Opened, Registered
 from kvmanager.core.node import Node
-from kvmanager.errors import Draining, InvalidArgument, KVError, LayoutMismatch, RequestError, StaleBoot
+from kvmanager.errors import Draining, InvalidArgument, KVError, LayoutMismatch, StaleBoot
+from kvmanager.leasemessages import acquire_event, done_event, store_event
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership, Registration
-from kvmanager.messages import register_event, step_event
+from kvmanager.messages import register_event, span_run, step_event
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.sessions import SessionHub, SessionStream
@@ -28,10 +29,8 @@ PAGES_PER_CALL = 1 << 20
 _log = logging.getLogger("kvmanager.engine")
 
 
-class NotServed(RequestError):
-    """In the contract, not in this version."""
-
-    reason = "NOT_IMPLEMENTED"
+_Named = pb.LookupRequest | pb.AcquireRequest | pb.DoneRequest | pb.StoreRequest
+"""Calls that name a boot and an epoch."""
 
 
 class Gate:
@@ -51,7 +50,7 @@ class Gate:
 
 
 class EngineService(pb_grpc.EngineServicer):
-    """Registration, sessions and lookups."""
+    """Registration, sessions, lookups and leases."""
 
     def __init__(
         self,
@@ -179,7 +178,7 @@ class EngineService(pb_grpc.EngineServicer):
             kv_format = self._node.state.groups[registration.group].spec.kv_format
             check_ticket(entry.ticket, registration.namespace, kv_format)
 
-    def _check_boot(self, message: pb.StepRequest | pb.LookupRequest) -> None:
+    def _check_boot(self, message: pb.StepRequest | _Named) -> None:
         if message.boot_id != self._boot_id:
             raise StaleBoot(
                 f"boot id {message.boot_id} is not this daemon's ({self._boot_id}); attach and register again"
@@ -188,25 +187,38 @@ class EngineService(pb_grpc.EngineServicer):
     @typed
     def Lookup(self, request: pb.LookupRequest, context: grpc.ServicerContext) -> pb.LookupReply:
         """How long a prefix is known; pins nothing, renews nothing."""
-        token = self._callers.who(context, "engine").token
-        self._check_boot(request)
-        name = self._membership.engine_of(token, request.epoch)
+        name = self._caller(request, context)
         return self._loop.inspect(lambda node: _lookup(node, name, request))
 
     @typed
-    def Acquire(self, request: pb.AcquireRequest, context: grpc.ServicerContext) -> pb.AcquireReply:  # noqa: ARG002
-        """Not served yet."""
-        raise NotServed("Acquire is not served by this version: engines with memory of their own come later")
+    def Acquire(self, request: pb.AcquireRequest, context: grpc.ServicerContext) -> pb.AcquireReply:
+        """Pins a cached prefix."""
+        name = self._caller(request, context)
+        opened: Opened = self._loop.call(acquire_event(name, request))
+        return pb.AcquireReply(tokens=opened.cached_tokens, spans=[span_run(table) for table in opened.spans])
 
     @typed
-    def Done(self, request: pb.DoneRequest, context: grpc.ServicerContext) -> pb.DoneReply:  # noqa: ARG002
-        """Not served yet."""
-        raise NotServed("Done is not served by this version: engines with memory of their own come later")
+    def Done(self, request: pb.DoneRequest, context: grpc.ServicerContext) -> pb.DoneReply:
+        """Gives the pins of an Acquire back."""
+        self._loop.call(done_event(self._caller(request, context), request))
+        return pb.DoneReply()
 
     @typed
-    def Store(self, request: pb.StoreRequest, context: grpc.ServicerContext) -> pb.StoreReply:  # noqa: ARG002
-        """Not served yet."""
-        raise NotServed("Store is not served by this version: engines with memory of their own come later")
+    def Store(self, request: pb.StoreRequest, context: grpc.ServicerContext) -> pb.StoreReply:
+        """One step of a write into the cache."""
+        name = self._caller(request, context)
+        if request.WhichOneof("step") == "reserve":
+            self._gate.check()
+        opened: Opened | None = self._loop.call(store_event(name, request))
+        if opened is None:
+            return pb.StoreReply()
+        return pb.StoreReply(tokens=opened.cached_tokens, spans=[span_run(table) for table in opened.spans])
+
+    def _caller(self, request: _Named, context: grpc.ServicerContext) -> str:
+        """The engine that a call names by its epoch and token."""
+        token = self._callers.who(context, "engine").token
+        self._check_boot(request)
+        return self._membership.engine_of(token, request.epoch)
 
 
 def _first(messages: Iterator[pb.StepRequest]) -> pb.StepRequest | None:

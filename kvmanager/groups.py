@@ -17,7 +17,7 @@ from kvmanager.core.spec import (
     TenantSpec,
 )
 from kvmanager.geometry import SEQUENTIAL
-from kvmanager.layout import indexer_layout, latent_layout, native_layout
+from kvmanager.layout import indexer_layout, latent_layout, native_layout, plain_layout
 from kvmanager.transport.pinned import chunk_bounds
 from kvmanager.units import MILLISECOND_NS
 from kvmanager.wire import RegionInfo, RegionKind
@@ -123,7 +123,23 @@ def _hisparse(section: GroupSection, device: tuple[int, ...], host: tuple[int, .
     return GroupSpec(section.name, 1, section.page_rows, section.kv_format, (chain,), pools, sparse)
 
 
-_BUILDERS = {"sharded": _sharded, "replicated": _replicated, "hisparse": _hisparse}
+def _cache(section: GroupSection, device: tuple[int, ...], host: tuple[int, ...]) -> GroupSpec:
+    """Host memory that engines fill and read by leases; every rank keeps its own part of a page under one index.
+
+    The core's device tier is this pool: there is nowhere for its pages to be offloaded to.
+    """
+    assert not device
+    pool = pool_name(section.name, RegionKind.HOST)
+    layout = plain_layout(section.kv_format, section.page_rows)
+    chain = ChainSpec(
+        "main", Placement.REPLICATED, section.ranks, section.page_rows, SEQUENTIAL, SEQUENTIAL,
+        (PageClass("kv", layout, pool, host),),
+    )  # fmt: skip
+    pools = (PoolSpec(pool, "host", section.ranks, section.host_units, section.unit_bytes, (("kv", 1),)),)
+    return GroupSpec(section.name, section.ranks, section.page_rows, section.kv_format, (chain,), pools)
+
+
+_BUILDERS = {"sharded": _sharded, "replicated": _replicated, "hisparse": _hisparse, "cache": _cache}
 
 
 def core_limits(config: NodeConfig) -> Limits:

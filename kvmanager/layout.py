@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Final
@@ -34,6 +35,7 @@ class Section(StrEnum):
     """The kinds of row a token has."""
 
     LATENT = "latent"
+    KEY_VALUE = "key_value"
     INDEX_VALUE = "index_value"
     INDEX_SCALE = "index_scale"
 
@@ -42,7 +44,8 @@ class Section(StrEnum):
 class KVFormat:
     """What one token's KV consists of.
 
-    `share_groups`: layers (MTP included, last) that share one top-k, leader first.
+    `share_groups`: layers (MTP included, last) that share one top-k, leader first. In a plain format (no indexer
+    rows) each is one row: row `layer * heads + head` of the token, in layers of `heads` heads.
     """
 
     name: str
@@ -111,6 +114,33 @@ GLM53_BF16: Final = KVFormat("glm-5.3-bf16", glm_share_groups(78), latent_row_by
 """Latents as bfloat16; the indexer's rows are fp8 all the same. No copy plan leads from one format to another."""
 GLM53_TINY: Final = KVFormat("glm-5.3-tiny-fp8_ds_mla", glm_share_groups(6))
 FORMATS: Final = {format_.name: format_ for format_ in (GLM53, GLM53_BF16, GLM53_TINY)}
+
+
+def plain_format(dtype: str, layers: int, heads: int, row_bytes: int) -> KVFormat:
+    """The format of a model without an indexer: `heads` rows of `row_bytes` a token and layer, of element type `dtype`.
+
+    Its name says it all: `kv/float16/32x8x512`. Raises InvalidArgument for counts below 1.
+    """
+    if min(layers, heads, row_bytes) < 1 or not dtype:
+        raise InvalidArgument(f"a plain format of {layers} layers, {heads} heads, {row_bytes} B rows: all at least 1")
+    rows = tuple((row,) for row in range(layers * heads))
+    return KVFormat(f"kv/{dtype}/{layers}x{heads}x{row_bytes}", rows, row_bytes, 0, 0)
+
+
+_PLAIN: Final = re.compile(r"kv/([a-z0-9_]{1,32})/([1-9]\d{0,4})x([1-9]\d{0,4})x([1-9]\d{0,6})")
+
+
+def format_named(name: str) -> KVFormat:
+    """A known format, or a plain one by what its name says. Raises InvalidArgument."""
+    if name in FORMATS:
+        return FORMATS[name]
+    plain = _PLAIN.fullmatch(name)
+    if plain is None:
+        raise InvalidArgument(
+            f"no format {name!r}; use one of {', '.join(FORMATS)}, or kv/DTYPE/LAYERSxHEADSxROW_BYTES, for example "
+            "kv/bfloat16/32x8x512"
+        )
+    return plain_format(plain[1], int(plain[2]), int(plain[3]), int(plain[4]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +222,14 @@ def native_layout(format_: KVFormat, page_rows: int) -> KVLayout:
     latent = _latent_components(format_, page_rows, page_bytes)
     indexer = _indexer_components(format_, page_rows, page_bytes, format_.latent_page_bytes(page_rows))
     return KVLayout(f"native/{format_.name}", page_rows, (*latent, *indexer))
+
+
+def plain_layout(format_: KVFormat, page_rows: int) -> KVLayout:
+    """`[layer][head][slot][row]` in one page: a block of an engine's tensors, layer after layer."""
+    stride = format_.page_bytes(page_rows)
+    rows = _latent_components(format_, page_rows, stride)
+    components = (replace(component, section=Section.KEY_VALUE) for component in rows)
+    return KVLayout(f"plain/{format_.name}", page_rows, tuple(components))
 
 
 def latent_layout(format_: KVFormat, page_rows: int) -> KVLayout:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from kvmanager.core.events import READS, Effect, Event, Replied, Step, Tick, TimelinesRead
+from kvmanager.core.leaseevents import EndLease
 from kvmanager.core.node import Node
 from kvmanager.errors import KVError, NotReady
 from kvmanager.journal import Journal
@@ -172,7 +173,7 @@ class OwnerLoop:
         if isinstance(work, _Inspect):
             self._look(work)
             return True
-        if isinstance(work.event, Step) or self._node.fences_pending:
+        if isinstance(work.event, (Step, EndLease)) or self._node.fences_pending:
             self._read_timelines()
         self._apply(work)
         return True

@@ -38,7 +38,7 @@ _STATES = {
     "waiting": pb.OpenReply.WAITING,
     "refused": pb.OpenReply.REFUSED,
 }
-KEY_HASHES = ("sha256", "sha256_cbor")
+KEY_HASHES = ("sha256", "sha256_cbor", "vllm_sha256")
 _CLOSINGS = {pb.FINISHED: Closing.FINISHED, pb.ABORTED: Closing.ABORTED}
 
 
@@ -84,18 +84,23 @@ def register_event(request: pb.RegisterRequest, tenant: str) -> RegisterEngine:
     )
 
 
-def step_event(engine: str, message: pb.StepRequest) -> Step:
-    """A StepRequest as the core's event. Raises InvalidArgument for arrays that do not fit together."""
-    ids = unpack_u64(message.fence.attach_ids, "fence.attach_ids")
-    values = unpack_u64(message.fence.values, "fence.values")
+def fence_values(fence: pb.Fence) -> dict[int, int]:
+    """Attach id -> timeline value. Raises InvalidArgument for arrays that do not fit together."""
+    ids = unpack_u64(fence.attach_ids, "fence.attach_ids")
+    values = unpack_u64(fence.values, "fence.values")
     if len(ids) != len(values):
         raise InvalidArgument(f"fence: {len(ids)} attach_ids, {len(values)} values")
+    return dict(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def step_event(engine: str, message: pb.StepRequest) -> Step:
+    """A StepRequest as the core's event. Raises InvalidArgument for arrays that do not fit together."""
     return Step(
         engine,
         message.epoch,
         message.number,
         message.notices_seen,
-        dict(zip(ids.tolist(), values.tolist(), strict=True)),
+        fence_values(message.fence),
         _progress(message.requests),
         tuple(_open(entry) for entry in message.open),
         tuple(_close(entry) for entry in message.close),

@@ -264,7 +264,7 @@ class Namespace(_message.Message):
     kv_format: _builtins.str
     """name of a KVFormat, for example "glm-5.3-fp8_ds_mla" """
     key_hash: _builtins.str
-    """name of the hash: "sha256" or "sha256_cbor" """
+    """name of the hash: "sha256", "sha256_cbor" or "vllm_sha256" """
     key_bytes: _builtins.int
     """bytes of one key: 16 or 32"""
     key_tokens: _builtins.int
@@ -1157,7 +1157,13 @@ Global___LookupReply: _TypeAlias = LookupReply  # noqa: Y015
 
 @_typing.final
 class AcquireRequest(_message.Message):
-    """Pin a prefix, to copy it into memory of the engine's own."""
+    """Calls below are for groups of kind "cache": engines with memory of their own, whose workers map the group's host
+    pool and copy. `device_pages` of their spans are indexes in that pool. A lease's id is chosen by the engine, so that
+    a call may be repeated when its answer was lost. A lease ends with time only where no rank of the engine ever
+    attached: what a living process may touch is never taken from it.
+
+    Pin a prefix, to copy it into memory of the engine's own.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1165,20 +1171,17 @@ class AcquireRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_TTL_NS_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
     """id of the daemon's start"""
     epoch: _builtins.int
     """id of the registration"""
     request_id: _builtins.int
-    """id chosen by the engine, unique in its epoch"""
+    """id of the lease: chosen by the engine, unique among its leases and requests of the epoch"""
     keys: _builtins.bytes
-    """key[whole segments]"""
-    tokens: _builtins.int
-    """tokens wanted"""
+    """key[whole segments wanted]"""
     lease_ttl_ns: _builtins.int
-    """nanoseconds that the lease shall last"""
+    """nanoseconds that the lease shall last; at most an hour"""
     def __init__(
         self,
         *,
@@ -1186,12 +1189,11 @@ class AcquireRequest(_message.Message):
         epoch: _builtins.int = ...,
         request_id: _builtins.int = ...,
         keys: _builtins.bytes = ...,
-        tokens: _builtins.int = ...,
         lease_ttl_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "keys", b"keys", "lease_ttl_ns", b"lease_ttl_ns", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "keys", b"keys", "lease_ttl_ns", b"lease_ttl_ns", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1203,13 +1205,10 @@ class AcquireReply(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LEASE_ID_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
-    lease_id: _builtins.int
-    """id for DoneRequest"""
     tokens: _builtins.int
-    """tokens pinned, perhaps fewer than the lookup said"""
+    """tokens pinned, perhaps fewer than the lookup said; 0: nothing, and there is no lease"""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanRun]:
         """where they lie"""
@@ -1217,13 +1216,12 @@ class AcquireReply(_message.Message):
     def __init__(
         self,
         *,
-        lease_id: _builtins.int = ...,
         tokens: _builtins.int = ...,
         spans: _abc.Iterable[Global___SpanRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "spans", b"spans", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spans", b"spans", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1231,7 +1229,7 @@ Global___AcquireReply: _TypeAlias = AcquireReply  # noqa: Y015
 
 @_typing.final
 class DoneRequest(_message.Message):
-    """The copy has ended; the pins go."""
+    """The copy has ended, or will have when the fence has passed; the pins go."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1239,14 +1237,19 @@ class DoneRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     FAILED_PAGES_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
     """id of the daemon's start"""
     epoch: _builtins.int
     """id of the registration"""
     lease_id: _builtins.int
-    """id from AcquireReply"""
+    """id of the lease"""
     failed_pages: _builtins.bytes
-    """u32[pages]: page indexes whose copy failed"""
+    """u32[pages]: page indexes whose copy failed; they are not offered again"""
+    @_builtins.property
+    def fence(self) -> Global___Fence:
+        """covers the reads; absent: none is under way"""
+
     def __init__(
         self,
         *,
@@ -1254,10 +1257,11 @@ class DoneRequest(_message.Message):
         epoch: _builtins.int = ...,
         lease_id: _builtins.int = ...,
         failed_pages: _builtins.bytes = ...,
+        fence: Global___Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "failed_pages", b"failed_pages", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "failed_pages", b"failed_pages", "fence", b"fence", "lease_id", b"lease_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1290,13 +1294,11 @@ class StoreRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     RESERVE_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
-    ABORT_LEASE_ID_FIELD_NUMBER: _builtins.int
+    ABORT_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
     """id of the daemon's start"""
     epoch: _builtins.int
     """id of the registration"""
-    abort_lease_id: _builtins.int
-    """id of the lease to give up: nothing was published"""
     @_builtins.property
     def reserve(self) -> Global___StoreReserve:
         """first step: take pages"""
@@ -1305,6 +1307,10 @@ class StoreRequest(_message.Message):
     def commit(self) -> Global___StoreCommit:
         """second step: publish them"""
 
+    @_builtins.property
+    def abort(self) -> Global___StoreAbort:
+        """the way out: nothing is published"""
+
     def __init__(
         self,
         *,
@@ -1312,13 +1318,13 @@ class StoreRequest(_message.Message):
         epoch: _builtins.int = ...,
         reserve: Global___StoreReserve | None = ...,
         commit: Global___StoreCommit | None = ...,
-        abort_lease_id: _builtins.int = ...,
+        abort: Global___StoreAbort | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_lease_id", b"abort_lease_id", "commit", b"commit", "reserve", b"reserve", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "commit", b"commit", "reserve", b"reserve", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_lease_id", b"abort_lease_id", "boot_id", b"boot_id", "commit", b"commit", "epoch", b"epoch", "reserve", b"reserve", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "boot_id", b"boot_id", "commit", b"commit", "epoch", b"epoch", "reserve", b"reserve", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_step: _TypeAlias = _typing.Literal["reserve", "commit", "abort_lease_id"]  # noqa: Y015
+    _WhichOneofReturnType_step: _TypeAlias = _typing.Literal["reserve", "commit", "abort"]  # noqa: Y015
     _WhichOneofArgType_step: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_step) -> _WhichOneofReturnType_step | None: ...
 
@@ -1332,19 +1338,29 @@ class StoreReserve(_message.Message):
 
     KEYS_FIELD_NUMBER: _builtins.int
     LEASE_TTL_NS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
-    """key[whole segments]: what will be stored"""
+    """key[whole segments]: what will be stored, from the first token on"""
     lease_ttl_ns: _builtins.int
-    """nanoseconds that the reservation shall last"""
+    """nanoseconds that the reservation shall last; at most an hour"""
+    request_id: _builtins.int
+    """id of the lease: chosen by the engine, unique among its leases and requests of the epoch"""
+    @_builtins.property
+    def session(self) -> Global___SessionHint:
+        """the session it belongs to"""
+
     def __init__(
         self,
         *,
         keys: _builtins.bytes = ...,
         lease_ttl_ns: _builtins.int = ...,
+        request_id: _builtins.int = ...,
+        session: Global___SessionHint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease_ttl_ns", b"lease_ttl_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease_ttl_ns", b"lease_ttl_ns", "request_id", b"request_id", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1358,11 +1374,43 @@ class StoreCommit(_message.Message):
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
-    """id from StoreReply"""
+    """id of the lease"""
+    tokens: _builtins.int
+    """tokens that are written, from the prompt's first on; 0: all that the lease covers"""
     @_builtins.property
     def fence(self) -> Global___Fence:
         """covers the writes into the pages"""
+
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.int = ...,
+        fence: Global___Fence | None = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "lease_id", b"lease_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreCommit: _TypeAlias = StoreCommit  # noqa: Y015
+
+@_typing.final
+class StoreAbort(_message.Message):
+    """Gives filled or unfilled pages back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.int
+    """id of the lease"""
+    @_builtins.property
+    def fence(self) -> Global___Fence:
+        """covers the writes into the pages; absent: none is under way"""
 
     def __init__(
         self,
@@ -1376,31 +1424,31 @@ class StoreCommit(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StoreCommit: _TypeAlias = StoreCommit  # noqa: Y015
+Global___StoreAbort: _TypeAlias = StoreAbort  # noqa: Y015
 
 @_typing.final
 class StoreReply(_message.Message):
-    """The reservation."""
+    """The reservation; empty after a commit or an abort."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LEASE_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
-    lease_id: _builtins.int
-    """id for the commit or abort"""
+    tokens: _builtins.int
+    """tokens that are known already: nothing is to be written for them"""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanRun]:
-        """where to write"""
+        """where to write what follows them, perhaps less than was asked for"""
 
     def __init__(
         self,
         *,
-        lease_id: _builtins.int = ...,
+        tokens: _builtins.int = ...,
         spans: _abc.Iterable[Global___SpanRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spans", b"spans", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -93,21 +93,21 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Acquire(self, request, context):
-        """Pins a cached prefix to be copied out. Answers NOT_IMPLEMENTED in this version.
+        """Pins a cached prefix to be copied out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Done(self, request, context):
-        """Ends an Acquire. Answers NOT_IMPLEMENTED in this version.
+        """Ends an Acquire. UNKNOWN_LEASE when it has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Store(self, request, context):
-        """Writes into the cache from outside. Answers NOT_IMPLEMENTED in this version.
+        """Writes into the cache from outside. UNKNOWN_LEASE for a commit or an abort of a lease that has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

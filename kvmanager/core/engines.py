@@ -58,6 +58,8 @@ def _check_layouts(event: RegisterEngine, spec: GroupSpec) -> None:
 
 
 def _one_engine_a_group(state: State, event: RegisterEngine) -> None:
+    if state.groups[event.group].spec.cache_only:
+        return  # engines with memory of their own share the pool by leases
     for other in state.engines.values():
         tenants = state.tenants
         same = tenants.of_namespace[other.namespace] == tenants.numbers.get(event.tenant, -1)

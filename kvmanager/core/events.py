@@ -8,6 +8,7 @@ from enum import Enum, StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from kvmanager.core.leaseevents import LeaseEvent
 from kvmanager.core.plans import CopyPlan
 from kvmanager.core.spanplans import SpanRun
 from kvmanager.errors import KVError
@@ -278,9 +279,8 @@ class Tick:
 Event = (
     RegisterEngine | AttachRank | DetachRank | TimelinesRead | EngineSuspect | EngineResumed | EngineGone | MoverGone
     | MoverJoined | Recovered
-    | Step | PlanEnded
-    | ExportRequestKV | RenewTickets | AcceptTicket | CheckTicket | ReleaseTicket | Drain | Trim | Reset
-    | CheckCopies | Tick
+    | Step | PlanEnded | LeaseEvent | ExportRequestKV | RenewTickets | AcceptTicket | CheckTicket | ReleaseTicket
+    | Drain | Trim | Reset | CheckCopies | Tick
 )
 
 READS = (CheckTicket,)
@@ -432,7 +432,7 @@ class Replied:
     """The answer to the event just applied, for its sender."""
 
     answer: (
-        StepDone | Registered | Attached | Exported | TicketPages | TicketsRenewed | ResetDone | KVError | None
+        StepDone | Opened | Registered | Attached | Exported | TicketPages | TicketsRenewed | ResetDone | KVError | None
     )
 
 

@@ -7,6 +7,7 @@ from kvmanager.core.group import Group
 from kvmanager.core.lifecycle import drop_request
 from kvmanager.core.settle import publish, settle_tail
 from kvmanager.core.state import Engine, FenceEntry, State
+from kvmanager.errors import InvalidArgument
 
 
 def resolve_fences(state: State, engine: Engine) -> None:
@@ -24,6 +25,27 @@ def moved(state: State, engine: Engine) -> None:
     engine.moved_ns = state.now
     if engine.stalled:  # where its stream broke as well, the time for that begins now
         engine.stalled, engine.suspect_ns, engine.fenced = False, state.now, False
+
+
+def check_fence(engine: Engine, fence: dict[int, int]) -> None:
+    """Raises InvalidArgument for a fence that names strangers, or goes back."""
+    if not fence.keys() <= engine.attaches.keys():
+        strange = sorted(set(fence) - set(engine.attaches))
+        raise InvalidArgument(f"the fence names attach ids {strange} that are not of engine {engine.name!r}")
+    for attach_id, value in fence.items():
+        before = engine.fence_values.get(attach_id, 0)
+        if value < before:
+            raise InvalidArgument(
+                f"the fence of attach {attach_id} goes back from {before} to {value}: values of a timeline only rise"
+            )
+
+
+def check_names_all(engine: Engine, fence: dict[int, int]) -> None:
+    """Raises InvalidArgument unless the fence names every attached rank."""
+    if fence.keys() != engine.attaches.keys():
+        raise InvalidArgument(
+            f"the fence names {len(fence)} of {len(engine.attaches)} attached ranks; progress needs all of them"
+        )
 
 
 def reached(state: State, entry: FenceEntry) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmanager.core import engines, recovery, tickets
+from kvmanager.core import engines, leases, recovery, tickets
 from kvmanager.core.endings import plan_ended
 from kvmanager.core.events import (
     READS,
@@ -37,6 +37,7 @@ from kvmanager.core.events import (
 from kvmanager.core.eviction import Policy, leaf_first_lru
 from kvmanager.core.fences import moved, resolve_fences
 from kvmanager.core.group import Group
+from kvmanager.core.leaseevents import AcquirePrefix, EndLease, LeaseEvent, ReserveSpans
 from kvmanager.core.reset import reset
 from kvmanager.core.sessions import overdue, sweep
 from kvmanager.core.spec import GroupSpec, Limits
@@ -46,7 +47,7 @@ from kvmanager.core.verification import begin_checks
 from kvmanager.core.writeback import pump_writeback, reconsider
 from kvmanager.errors import KVError
 
-_LATE = (engines.overdue, engines.lapsed, tickets.overdue, overdue)
+_LATE = (engines.overdue, engines.lapsed, tickets.overdue, leases.overdue, overdue)
 """Whether time alone has made something due."""
 
 
@@ -124,9 +125,21 @@ class Node:
                 return Replied(None)
             case ExportRequestKV() | AcceptTicket() | RenewTickets() | CheckTicket() | ReleaseTicket():
                 return self._ticket(event)
+            case AcquirePrefix() | ReserveSpans() | EndLease():
+                return self._lease(event)
             case _:
                 self._note(event)
                 return None
+
+    def _lease(self, event: LeaseEvent) -> Replied:
+        match event:
+            case AcquirePrefix():
+                return Replied(leases.acquire(self.state, event))
+            case ReserveSpans():
+                return Replied(leases.reserve(self.state, event))
+            case EndLease():
+                leases.end(self.state, event)
+        return Replied(None)
 
     def _ticket(
         self, event: ExportRequestKV | AcceptTicket | RenewTickets | CheckTicket | ReleaseTicket
@@ -184,6 +197,7 @@ class Node:
     def _tick(self) -> None:
         """Time passes: what is over ends without any new work."""
         tickets.expire(self.state)
+        leases.expire(self.state)
         sweep(self.state)
         engines.fence_suspects(self.state)
         engines.expire_sessions(self.state)

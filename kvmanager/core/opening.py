@@ -69,7 +69,10 @@ def open_request(state: State, engine: Engine, event: Open) -> Opened:
 
 def _admit(state: State, engine: Engine, group: Group, event: Open) -> tuple[Request, list[_Shape]]:
     """The request with its pages; PoolExhausted, and nothing kept, when they don't fit."""
-    shapes = _shapes(group, event, engine.namespace, _ways(group, event))
+    imported = event.ticket.committed_tokens if event.ticket else 0
+    # At least the last token is computed, unless it arrives by hand-off.
+    limit = max(imported, event.prompt_tokens - 1) // group.spec.page_rows
+    shapes = _shapes(group, event, engine.namespace, _ways(group, event), limit)
     try:
         return _try(state, engine, group, event, shapes)
     except CapacityError:
@@ -77,7 +80,7 @@ def _admit(state: State, engine: Engine, group: Group, event: Open) -> tuple[Req
             # A donor is held beside the pages of the request itself, and may be just what is missing.
             whole: list[Way] = [chain.index.match_whole for chain in group.chains]
             with suppress(CapacityError):
-                return _try(state, engine, group, event, _shapes(group, event, engine.namespace, whole))
+                return _try(state, engine, group, event, _shapes(group, event, engine.namespace, whole, limit))
         state.counters["refusal"] += 1
         raise
 
@@ -123,12 +126,24 @@ def _ways(group: Group, event: Open) -> list[Way]:
     return [chain.index.match_whole if whole else chain.index.match for chain in group.chains]
 
 
-def _shapes(group: Group, event: Open, namespace: int, ways: list[Way]) -> list[_Shape]:
-    """The longest prefix that every chain has, and the spans to add after it."""
+def reserve_spans(state: State, engine: Engine, event: Open) -> Request:
+    """A request over whole segments, all of which may be known, with pages for those that are not.
+
+    For a lease: what is known is pinned, what is new is filled by the engine. Raises PoolExhausted, and keeps nothing.
+    """
+    group = state.groups[engine.group]
+    _validate(state, engine, group, event)
+    whole: list[Way] = [chain.index.match_whole for chain in group.chains]
+    limit = event.prompt_tokens // group.spec.page_rows
+    request, _ = _try(state, engine, group, event, _shapes(group, event, engine.namespace, whole, limit))
+    begin_turn(state, group, request)
+    return request
+
+
+def _shapes(group: Group, event: Open, namespace: int, ways: list[Way], limit: int) -> list[_Shape]:
+    """The longest prefix of `limit` segments at most that every chain has, and the spans to add after it."""
     imported = event.ticket.committed_tokens if event.ticket else 0
     rows = group.spec.page_rows
-    # At least the last token is computed, unless it arrives by hand-off.
-    limit = max(imported, event.prompt_tokens - 1) // rows
     while True:
         found = [way(event.keys, limit, namespace) for way in ways]
         common = min(match.segments + match.donor_segments for match in found)

@@ -99,7 +99,7 @@ class Request:
     ranks_lost: how many ranks its engine had lost when it was opened. owner: number of its session, NO_OWNER
     without one. stop_reason, session_ends: as its close said. truncated: (chain, row) of spans it gave up that still
     drain. unbacked_slabs: device slabs of its window that no page stands behind now (sparse groups). since: when it
-    was admitted, ns.
+    was admitted, ns. expires_ns: when its lease ends, 0 for a request that is none.
     """
 
     engine: str
@@ -130,6 +130,7 @@ class Request:
     truncated: list[tuple[int, int]] = field(default_factory=list)
     unbacked_slabs: int = 0
     since: int = 0
+    expires_ns: int = 0
 
     @property
     def most_tokens(self) -> int:

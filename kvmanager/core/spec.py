@@ -115,6 +115,14 @@ class GroupSpec:
     pools: tuple[PoolSpec, ...]
     sparse: SparseSpec | None = None
 
+    @property
+    def cache_only(self) -> bool:
+        """Whether engines of the group have memory of their own: all pools are host memory, filled and read by leases.
+
+        What the core calls the device tier is then the host pool, which the engines' workers map.
+        """
+        return all(pool.tier == "host" for pool in self.pools)
+
 
 class Inclusion(StrEnum):
     """Whether a span that came back to the device keeps its place on the host."""

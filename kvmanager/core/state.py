@@ -34,6 +34,7 @@ COUNTERS = (
     "quarantined_copy", "request", "step", "partial_span_tokens", "writeback_retry", "writeback_given_up",
     "host_reclaim", "host_eviction", "writeback_bypass", "writeback_again", "writeback_cancelled", "summed_page",
     "checked_page", "bad_copy", "restart_check",
+    "acquire", "acquired_tokens", "store", "stored_tokens", "failed_load", "expired_lease",
 )
 
 

@@ -16,7 +16,7 @@ from kvmanager.core.events import (
     Step,
     StepDone,
 )
-from kvmanager.core.fences import resolve_fences
+from kvmanager.core.fences import check_fence, check_names_all, resolve_fences
 from kvmanager.core.group import Group
 from kvmanager.core.growth import resize
 from kvmanager.core.lifecycle import drop_request
@@ -63,20 +63,9 @@ def _stored(engine: Engine, number: int) -> StepDone:
 
 
 def _check_fence(engine: Engine, event: Step) -> None:
-    if not event.fence.keys() <= engine.attaches.keys():
-        strange = sorted(set(event.fence) - set(engine.attaches))
-        raise InvalidArgument(f"the fence names attach ids {strange} that are not of engine {engine.name!r}")
-    for attach_id, value in event.fence.items():
-        before = engine.fence_values.get(attach_id, 0)
-        if value < before:
-            raise InvalidArgument(
-                f"the fence of attach {attach_id} goes back from {before} to {value}: values of a timeline only rise"
-            )
-    needed = bool(event.progress or event.closes or not engine.covered.empty)
-    if needed and event.fence.keys() != engine.attaches.keys():
-        raise InvalidArgument(
-            f"the fence names {len(event.fence)} of {len(engine.attaches)} attached ranks; progress needs all of them"
-        )
+    check_fence(engine, event.fence)
+    if event.progress or event.closes or not engine.covered.empty:
+        check_names_all(engine, event.fence)
     if event.opens and len(engine.attaches) != engine.ranks:
         raise InvalidArgument(f"{len(engine.attaches)} of {engine.ranks} ranks are attached; attach all before opening")
 

@@ -1,0 +1,190 @@
+"""An engine with memory of its own, as a client of a cache group: leases on pages that it copies from and to.
+
+Calls may be repeated: a lease's id is chosen by the engine. The client decides nothing and keeps nothing but its epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import numpy as np
+
+from kvmanager.clients.attach import Attachment, attach, grpc_channel
+from kvmanager.clients.engine import EngineClient
+from kvmanager.clients.rankmemory import Memory
+from kvmanager.clients.worker import WorkerGroup, WorkerRank, connect_worker
+from kvmanager.errors import DaemonError, NotReady
+from kvmanager.layout import KVLayout
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
+from kvmanager.units import SECOND_NS
+from kvmanager.wire import ERROR_METADATA_KEY, error_from_rpc, pack_u32, unpack_u32
+
+LEASE_TTL_NS: Final = 60 * SECOND_NS
+CALL_TIMEOUT_S: Final = 5.0
+"""The daemon answers from memory; a call that takes this long is not answered."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Pages of a lease, one a segment: of an acquired prefix, or to be filled behind the `tokens` that are known."""
+
+    tokens: int
+    pages: list[int]
+
+
+class LeaseCalls:
+    """The lease calls of one registered engine. Raises the daemon's typed errors, NotReady when it does not answer."""
+
+    def __init__(self, channel: grpc.Channel, client: EngineClient, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        self._stub = pb_grpc.EngineStub(channel)
+        self._client = client
+        self._timeout_s = timeout_s
+
+    def lookup(self, keys: bytes, tokens: int) -> int:
+        """Tokens of the prefix that the cache holds now; pins nothing."""
+        client = self._client
+        request = pb.LookupRequest(boot_id=client.boot_id, epoch=client.epoch, keys=keys, prompt_tokens=tokens)
+        return int(self._call(self._stub.Lookup, request).cached_tokens)
+
+    def acquire(self, lease_id: int, keys: bytes, lease_ttl_ns: int = LEASE_TTL_NS) -> Lease:
+        """Pins the longest known prefix of the keys; none known: there is no lease."""
+        request = pb.AcquireRequest(
+            boot_id=self._client.boot_id, epoch=self._client.epoch, request_id=lease_id, keys=keys,
+            lease_ttl_ns=lease_ttl_ns,
+        )  # fmt: skip
+        reply = self._call(self._stub.Acquire, request)
+        return Lease(reply.tokens, _pages(reply.spans))
+
+    def done(self, lease_id: int, fence: pb.Fence | None = None, failed_pages: Sequence[int] = ()) -> None:
+        """The copies out of the pages have ended, or will have with the fence. Raises UnknownLease."""
+        request = pb.DoneRequest(
+            boot_id=self._client.boot_id, epoch=self._client.epoch, lease_id=lease_id,
+            failed_pages=pack_u32(failed_pages), fence=fence,
+        )  # fmt: skip
+        self._call(self._stub.Done, request)
+
+    def reserve(self, lease_id: int, keys: bytes, session_id: str = "", lease_ttl_ns: int = LEASE_TTL_NS) -> Lease:
+        """Pages for what is not known of the keys, perhaps fewer than it takes. Raises PoolExhausted for none."""
+        reserve = pb.StoreReserve(
+            keys=keys, lease_ttl_ns=lease_ttl_ns, request_id=lease_id, session=pb.SessionHint(session_id=session_id)
+        )
+        reply = self._store(reserve=reserve)
+        return Lease(reply.tokens, _pages(reply.spans))
+
+    def commit(self, lease_id: int, fence: pb.Fence, tokens: int = 0) -> None:
+        """The lease's pages are filled once the fence has passed, up to that many tokens; 0: all of them.
+
+        Raises UnknownLease.
+        """
+        self._store(commit=pb.StoreCommit(lease_id=lease_id, fence=fence, tokens=tokens))
+
+    def abort(self, lease_id: int, fence: pb.Fence | None = None) -> None:
+        """Gives the pages back; nothing of them is published. Raises UnknownLease."""
+        self._store(abort=pb.StoreAbort(lease_id=lease_id, fence=fence))
+
+    def _store(self, **step: Any) -> pb.StoreReply:
+        request = pb.StoreRequest(boot_id=self._client.boot_id, epoch=self._client.epoch, **step)
+        reply: pb.StoreReply = self._call(self._stub.Store, request)
+        return reply
+
+    def _call(self, method: Callable[..., Any], request: Any) -> Any:
+        try:
+            return method(request, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            if _typed(error):
+                raise error_from_rpc(error) from error
+            raise NotReady(f"the daemon does not answer: {error.code().name}") from error
+
+
+def _typed(error: grpc.RpcError) -> bool:
+    """Whether the daemon itself refused."""
+    metadata: Any = error.trailing_metadata()
+    return any(key == ERROR_METADATA_KEY for key, _ in metadata or ())
+
+
+def _pages(spans: Sequence[pb.SpanRun]) -> list[int]:
+    """Page indexes of all spans, in token order."""
+    pages: list[int] = []
+    for run in spans:
+        if len(run.pages) != 1:
+            raise DaemonError(f"a cache group has one page class, the answer has {len(run.pages)}")
+        pages += unpack_u32(run.pages[0].device_pages, "device_pages").tolist()
+    return pages
+
+
+def page_rows(worker: WorkerRank) -> Memory:
+    """The cache's pages on one rank, uint8[pages, page_bytes]; no copy."""
+    (held,) = worker.classes.values()
+    page_bytes = held.layout.page_bytes
+    memory: Memory = held.device
+    return memory[: len(memory) // page_bytes * page_bytes].reshape(-1, page_bytes)
+
+
+class CacheEngine:
+    """A whole engine in one process: scheduler and all ranks. For small engines and tests."""
+
+    def __init__(
+        self, runtime_dir: Path, name: str, *, group: str, namespace: pb.Namespace, layout: KVLayout, ranks: int
+    ) -> None:
+        """Registers and attaches. Raises the daemon's typed errors, NotReady when no node is there."""
+        with ExitStack() as undo:
+            self._attachment: Attachment = attach(runtime_dir, "engine", name)
+            undo.callback(self._attachment.close)
+            channel = grpc_channel(self._attachment)
+            undo.callback(channel.close)
+            self.client = EngineClient(
+                channel, engine=name, group=group, namespace=namespace, layout_fingerprints=[layout.fingerprint],
+                ranks=ranks, renew=self._attach_again,
+            )  # fmt: skip
+            epoch = self.client.epoch
+            self.workers = WorkerGroup([connect_worker(runtime_dir, name, epoch, rank) for rank in range(ranks)])
+            for rank in self.workers.ranks:
+                undo.callback(rank.close)
+            self._calls = LeaseCalls(channel, self.client)
+            self.lookup = self._calls.lookup
+            self.acquire = self._calls.acquire
+            self.reserve = self._calls.reserve
+            self._rows = [page_rows(rank) for rank in self.workers.ranks]
+            self._undo = undo.pop_all()
+
+    def page(self, rank: int, page: int) -> Memory:
+        """The bytes of a page on a rank, to be read or written."""
+        row: Memory = self._rows[rank][page]
+        return row
+
+    def done(self, lease_id: int, failed_pages: Sequence[int] = ()) -> None:
+        """See `LeaseCalls.done`."""
+        self._calls.done(lease_id, self.workers.fence(), failed_pages)
+
+    def commit(self, lease_id: int, tokens: int = 0) -> None:
+        """See `LeaseCalls.commit`; what was written so far is fenced."""
+        self._calls.commit(lease_id, self.workers.fence(), tokens)
+
+    def abort(self, lease_id: int) -> None:
+        """See `LeaseCalls.abort`."""
+        self._calls.abort(lease_id)
+
+    def renew(self) -> None:
+        """Goes on after the daemon was replaced. Raises StaleBoot when the new one knows nothing of us."""
+        self.client.boot_id = self._attach_again()
+        self.client.step()  # a stream tells the daemon that this epoch lives
+
+    def _attach_again(self) -> int:
+        for rank in self.workers.ranks:
+            rank.renew()
+        return self._attachment.renew()
+
+    def close(self) -> None:
+        """Detaches the ranks and leaves."""
+        with self._undo:
+            try:
+                self.workers.detach()
+            finally:
+                self.client.close()
+                self._rows = [np.empty((0, 0), np.uint8)]

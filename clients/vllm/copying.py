@@ -1,0 +1,182 @@
+"""The workers' side: attaches a rank, copies as ordered, and says how it ended.
+
+Saves run in the engine's thread, since a block may hold something else in the next step; loads in a thread of their
+own. The rank's timeline word is raised behind each copy, and the report names the value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from kvmanager.clients.leases import page_rows
+from kvmanager.clients.rankmemory import Memory
+from kvmanager.clients.vllm.blocks import EngineBlocks
+from kvmanager.clients.vllm.orders import Ended, LoadOrder, Orders, Report, SaveOrder
+from kvmanager.clients.worker import WorkerRank
+from kvmanager.errors import KVError, NotReady, StaleBoot
+
+LOOK_S: Final = 0.1
+_log = logging.getLogger("kvmanager.vllm")
+
+
+class Copying:
+    """One rank. `follow`, `save` and the questions are for the engine's thread."""
+
+    def __init__(
+        self, blocks: EngineBlocks, rank: int, connect: Callable[[int], WorkerRank]
+    ) -> None:
+        """`connect(epoch)` attaches this rank; it may raise KVError, and is tried again."""
+        self._blocks = blocks
+        self._rank = rank
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._attached: WorkerRank | None = None
+        self._epoch = 0
+        self._wanted_epoch = 0
+        self._value = 0
+        self._rows: Memory | None = None
+        self._ended: list[Ended] = []
+        self._received: set[str] = set()
+        self._released: set[str] = set()
+        self._lost: set[int] = set()
+        self._said = 0
+        self._loads: queue.SimpleQueue[tuple[int, LoadOrder] | None] = queue.SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvmanager-copies", daemon=True)
+        self._thread.start()
+
+    # -------------------------------------------------------------------- the engine's thread
+
+    def follow(self, orders: Orders) -> None:
+        """Takes a step's loads and news."""
+        if orders.epoch != self._wanted_epoch:
+            self._wanted_epoch = orders.epoch
+        for load in orders.loads:
+            self._loads.put((orders.epoch, load))
+        self._released.update(orders.released)
+
+    def save(self, orders: Orders) -> None:
+        """Does a step's saves; blocks until they are done."""
+        for order in orders.saves:
+            self._save(orders.epoch, order)
+
+    def _save(self, epoch: int, order: SaveOrder) -> None:
+        ok = False
+        rows = self._rows
+        if rows is not None and epoch == self._epoch:
+            try:
+                self._blocks.save(rows, order.pages, order.block_ids)
+                ok = True
+            except Exception:
+                _log.exception("a save failed")
+        self._end(order.lease_id, len(order.pages), ok=ok)
+
+    def received(self) -> set[str]:
+        """Requests whose loads have ended since it was asked last."""
+        with self._lock:
+            received, self._received = self._received, set()
+        return received
+
+    def released(self) -> set[str]:
+        """Requests whose blocks are not needed any more."""
+        released, self._released = self._released, set()
+        return released
+
+    def lost_blocks(self) -> set[int]:
+        """Blocks of received requests that could not be filled; ask after `received`."""
+        with self._lock:
+            lost, self._lost = self._lost, set()
+        return lost
+
+    def report(self) -> Report | None:
+        """What ended since, None when there is nothing new."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+            attach_id = self._attached.attach_id if self._attached is not None else 0
+            epoch = self._epoch
+        if not ended and attach_id == self._said:
+            return None
+        self._said = attach_id
+        return Report(self._rank, epoch, attach_id, ended)
+
+    def close(self) -> None:
+        """Ends the thread and detaches."""
+        self._stopping = True
+        self._loads.put(None)
+        self._thread.join(timeout=5.0)
+        self._detach()
+
+    # ----------------------------------------------------------------------------- the copies
+
+    def _end(self, lease_id: int, copies: int, *, ok: bool, failed_pages: list[int] | None = None) -> None:
+        """Raises the timeline behind a copy and notes it."""
+        with self._lock:
+            if self._attached is not None:
+                self._value += 1
+                self._attached.raise_timeline(self._value)
+            if lease_id:
+                self._ended.append(Ended(lease_id, self._value, copies, ok, failed_pages or []))
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._look()
+                with contextlib.suppress(queue.Empty):
+                    wanted = self._loads.get(timeout=LOOK_S)
+                    if wanted is not None:
+                        self._load(*wanted)
+            except Exception:
+                _log.exception("the copying thread goes on after an error")
+
+    def _load(self, epoch: int, order: LoadOrder) -> None:
+        """Never raises: the request must be reported, whatever happened."""
+        lost = list(order.lost_block_ids)
+        failed: list[int] = []
+        if order.pages:
+            try:
+                self._look()
+                if self._rows is None or epoch != self._epoch:
+                    raise NotReady("this rank is not attached")
+                self._blocks.load(self._rows, order.pages, order.block_ids)
+            except Exception as error:
+                _log.warning("a load of %d blocks failed: %s", len(order.pages), error)
+                lost = [*order.block_ids, *lost]
+        self._end(order.lease_id, len(order.pages), ok=len(lost) == len(order.lost_block_ids), failed_pages=failed)
+        with self._lock:
+            self._lost.update(lost)
+            self._received.add(order.request_id)
+
+    # -------------------------------------------------------------------------------- attach
+
+    def _look(self) -> None:
+        """Attaches where the engine registered anew, and goes on with a daemon that was replaced."""
+        if self._wanted_epoch != self._epoch:
+            self._detach()
+            try:
+                attached = self._connect(self._wanted_epoch)
+            except KVError as error:
+                _log.warning("rank %d can't attach: %s", self._rank, error)
+                return
+            with self._lock:
+                self._attached, self._epoch, self._value = attached, self._wanted_epoch, 0
+                self._rows = page_rows(attached)
+        elif self._attached is not None:
+            try:
+                self._attached.renew()
+            except StaleBoot:
+                self._detach()  # a cold start: the memory we have mapped is nobody's
+            except KVError:
+                pass  # it is away; what is mapped stays good
+
+    def _detach(self) -> None:
+        with self._lock:
+            attached, self._attached, self._rows, self._epoch = self._attached, None, None, 0
+        if attached is not None:
+            with contextlib.suppress(KVError):
+                attached.detach()
+            attached.close()

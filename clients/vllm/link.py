@@ -1,0 +1,221 @@
+"""The scheduler's line to the daemon: a thread of its own makes the calls, so that no hook of the engine ever waits.
+
+The daemon away, slow or restarted is a miss: calls fail at once while it is down, and the thread comes back by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import grpc
+
+from kvmanager.clients.attach import Attachment, attach, grpc_channel
+from kvmanager.clients.engine import EngineClient
+from kvmanager.clients.leases import LeaseCalls
+from kvmanager.clients.vllm.settings import Settings
+from kvmanager.errors import KVError, NotReady, StaleBoot, StaleEpoch, Suspect, UnknownLease
+from kvmanager.protos import kvmanager_pb2 as pb
+
+LOOK_S: Final = 0.1
+"""How often an idle line looks whether the daemon is still there."""
+RETRY_S: Final = 0.1
+TURN_TIMEOUT_S: Final = 1.0
+REFUSED_RETRY_S: Final = 2.0
+MOST_WAITING: Final = 4096
+T = TypeVar("T")
+Call = Callable[[LeaseCalls], Any]
+_log = logging.getLogger("kvmanager.vllm")
+
+
+@dataclass
+class _Wanted:
+    """A call, for the epoch in which it means something; one with `kept` is said again after a break."""
+
+    call: Call
+    answer: Future[Any]
+    epoch: int
+    kept: bool
+
+
+class _Connection:
+    """One registration."""
+
+    def __init__(self, settings: Settings, namespace: pb.Namespace, fingerprint: str, ranks: int) -> None:
+        with contextlib.ExitStack() as undo:
+            self.attachment: Attachment = attach(settings.runtime_dir, "engine", settings.engine)
+            undo.callback(self.attachment.close)
+            channel = grpc_channel(self.attachment)
+            undo.callback(channel.close)
+            self.client = EngineClient(
+                channel, engine=settings.engine, group=settings.group, namespace=namespace,
+                layout_fingerprints=[fingerprint], ranks=ranks, renew=self.attachment.renew,
+            )  # fmt: skip
+            self.client.step()  # its stream tells the daemon that this epoch lives
+            self.calls = LeaseCalls(channel, self.client, settings.call_timeout_s)
+            self._undo = undo.pop_all()
+
+    def look(self) -> None:
+        """Goes on with the daemon that is there now. Raises NotReady while there is none, StaleBoot for a cold one."""
+        boot_id = self.attachment.renew()
+        if boot_id != self.client.boot_id:
+            self.client.boot_id = boot_id
+            self.client.step()
+
+    def close(self) -> None:
+        """Leaves on purpose."""
+        with self._undo, contextlib.suppress(KVError):
+            self.client.close()
+
+
+class Link:
+    """Thread-safe; nothing here waits but the line's own thread."""
+
+    def __init__(
+        self, settings: Settings, namespace: pb.Namespace, fingerprint: str, ranks: int, config_hint: str = ""
+    ) -> None:
+        """`config_hint`: what the node's configuration should say, for people."""
+        self._connect: Callable[[], _Connection] = lambda: _Connection(settings, namespace, fingerprint, ranks)
+        self._hint = config_hint
+        self._wanted: queue.SimpleQueue[_Wanted | None] = queue.SimpleQueue()
+        self._again: deque[_Wanted] = deque()
+        self._stopping = False
+        self.epoch = 0
+        """Of the registration; 0 before the first."""
+        self.up = False
+        """Whether the daemon answered last."""
+        self._thread = threading.Thread(target=self._run, name="kvmanager-link", daemon=True)
+        self._thread.start()
+
+    def ask(self, call: Callable[[LeaseCalls], T]) -> Future[T]:
+        """Makes a call soon; fails with NotReady while the daemon is away."""
+        return self._put(call, kept=False)
+
+    def tell(self, call: Callable[[LeaseCalls], T]) -> Future[T]:
+        """Makes a call that ends something, again and again until it is heard; fails when its epoch is over."""
+        return self._put(call, kept=True)
+
+    def turn_ended(self, session_id: str, stop_reason: str) -> None:
+        """A session's turn is over."""
+        end = pb.TurnEnd(session_id=session_id, stop_reason=stop_reason)
+        self.ask(lambda _calls: self._client_step(end))
+
+    def _client_step(self, end: pb.TurnEnd) -> None:
+        assert self._connection is not None
+        self._connection.client.step(turn_ends=[end], timeout_s=TURN_TIMEOUT_S)
+
+    def _put(self, call: Callable[[LeaseCalls], T], *, kept: bool) -> Future[T]:
+        answer: Future[T] = Future()
+        if (not self.up and not kept) or self._wanted.qsize() > MOST_WAITING or not self.epoch:
+            answer.set_exception(NotReady("the daemon is away"))
+            return answer
+        self._wanted.put(_Wanted(call, answer, self.epoch, kept))
+        return answer
+
+    def close(self) -> None:
+        """Leaves; what was not heard is given up."""
+        self._stopping = True
+        self._wanted.put(None)
+        self._thread.join(timeout=5.0)
+
+    # ------------------------------------------------------------------------------ the thread
+
+    _connection: _Connection | None = None
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._serve()
+            except Exception as error:
+                self._down(error)
+        self._fail_waiting(NotReady("the engine shuts down"))
+        if self._connection is not None:
+            self._connection.close()
+
+    def _serve(self) -> None:
+        """Connects, or goes on, and then makes calls until something breaks."""
+        if self._connection is None:
+            self._connection = self._connect()
+            self.epoch = self._connection.client.epoch
+            _log.info("registered as epoch %d", self.epoch)
+        else:
+            self._connection.look()
+        self.up = True
+        while self._again:
+            self._make(self._again[0])
+            self._again.popleft()
+        while not self._stopping:
+            try:
+                wanted = self._wanted.get(timeout=LOOK_S)
+            except queue.Empty:
+                self._connection.look()
+                continue
+            if wanted is not None:
+                self._make(wanted)
+
+    def _make(self, wanted: _Wanted) -> None:
+        """Makes one call. Raises when the daemon is away or does not know us; the call is then told, or kept."""
+        assert self._connection is not None
+        if wanted.epoch != self.epoch:
+            wanted.answer.set_exception(StaleEpoch("the daemon started anew"))
+            return
+        try:
+            wanted.answer.set_result(wanted.call(self._connection.calls))
+        except (NotReady, StaleBoot, Suspect) as error:
+            if not wanted.kept:
+                wanted.answer.set_exception(error)
+            elif not self._again or self._again[0] is not wanted:
+                self._again.append(wanted)
+            raise
+        except UnknownLease as error:
+            wanted.answer.set_exception(error)  # a call that was heard before: it has ended
+        except KVError as error:
+            wanted.answer.set_exception(error)
+            if isinstance(error, StaleEpoch):
+                raise
+        except Exception as error:
+            wanted.answer.set_exception(error)
+            raise
+
+    def _down(self, error: Exception) -> None:
+        """The daemon is away, or does not know us any more."""
+        if self.up:
+            _log.warning("the daemon is away: %s", error)
+        self.up = False
+        self._fail_waiting(error)
+        if isinstance(error, KVError) and not isinstance(error, NotReady) and self._connection is None:
+            _log.error("refused: %s; the node's configuration needs a group like\n%s", error, self._hint)
+            time.sleep(REFUSED_RETRY_S)
+        if isinstance(error, (StaleBoot, StaleEpoch)) or not isinstance(error, (KVError, grpc.RpcError)):
+            self._forget()
+        if isinstance(error, Suspect) and self._connection is not None:
+            with contextlib.suppress(KVError, grpc.RpcError):
+                self._connection.client.step()
+        time.sleep(RETRY_S)
+
+    def _forget(self) -> None:
+        """The epoch is over: nothing of it needs an end any more."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+        for wanted in self._again:
+            wanted.answer.set_exception(StaleEpoch("the daemon started anew"))
+        self._again.clear()
+
+    def _fail_waiting(self, error: Exception) -> None:
+        while not self._wanted.empty():
+            wanted = self._wanted.get_nowait()
+            if wanted is None:
+                continue
+            if wanted.kept and not self._stopping:
+                self._again.append(wanted)
+            else:
+                wanted.answer.set_exception(error)

@@ -1,0 +1,392 @@
+"""The scheduler's side: what to look up, load and save. No hook waits: the daemon's answers are taken when they come.
+
+A request is looked up when it comes; a lease is taken when its blocks are allocated, and the load goes to the workers
+in a later step. What is computed is saved through reservations, one at a time a request: pages are asked for as soon as
+blocks are, and each block is copied in the step that completes it, or in the next one where its page came too late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeVar
+
+from kvmanager.clients.leases import Lease, LeaseCalls
+from kvmanager.clients.vllm.orders import Ended, LoadOrder, Orders, Report, SaveOrder
+from kvmanager.errors import CapacityError
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.wire import pack_u64
+
+T = TypeVar("T")
+STORE_BLOCKS: Final = 128
+"""Most blocks of one reservation."""
+LOOKUP_S: Final = 0.25
+"""A lookup that takes longer is a miss."""
+FRESH_S: Final = 1.0
+"""How long a lookup's answer is believed while its request waits."""
+PAUSE_S: Final = 0.5
+"""After a reservation that was refused."""
+
+
+class Line(Protocol):
+    """The daemon, as `Link` gives it."""
+
+    epoch: int
+    up: bool
+
+    def ask(self, call: Callable[[LeaseCalls], object]) -> Future[object]:
+        """Soon, or fails."""
+        ...
+
+    def tell(self, call: Callable[[LeaseCalls], object]) -> Future[object]:
+        """Until it is heard."""
+        ...
+
+    def turn_ended(self, session_id: str, stop_reason: str) -> None:
+        """A session's turn is over."""
+        ...
+
+
+@dataclass
+class _Load:
+    """blocks [first, first + len(block_ids)) of a request, asked for as lease `lease_id`."""
+
+    lease_id: int
+    first: int
+    block_ids: list[int]
+    asked: Future[object]
+    epoch: int
+
+
+@dataclass
+class _Store:
+    """A reservation. first: block of the first page. ordered, copied: leading pages that were, and are, filled."""
+
+    lease_id: int
+    asked: Future[object]
+    epoch: int
+    first: int = 0
+    pages: list[int] = field(default_factory=list)
+    granted: bool = False
+    ordered: int = 0
+    copied: int = 0
+    value: int = 0
+    failed: bool = False
+
+
+@dataclass
+class _Held:
+    """A request. keys: one a full block of its tokens, growing.
+
+    known: cached tokens as looked up. final: leading blocks whose KV is complete after the step that is being built, in
+    `blocks`. saved: leading blocks that the cache has or had. finished_s: when it ended, 0 before.
+    """
+
+    keys: Sequence[bytes]
+    session_id: str
+    lookup: Future[object] | None = None
+    asked_s: float = 0.0
+    known: int | None = None
+    local: int = 0
+    load: _Load | None = None
+    store: _Store | None = None
+    pause_until: float = 0.0
+    blocks: list[int] = field(default_factory=list)
+    final: int = 0
+    saved: int = 0
+    finished_s: float = 0.0
+    delayed: bool = False
+    stop_reason: str = ""
+
+
+class Scheduling:
+    """Called by the engine's scheduler alone, in its thread."""
+
+    def __init__(self, line: Line, block_tokens: int, ranks: int, hold_s: float) -> None:
+        self._line = line
+        self._tokens = block_tokens
+        self._ranks = ranks
+        self._hold_s = hold_s
+        self._held: dict[str, _Held] = {}
+        self._leases: dict[int, tuple[str, str]] = {}  # lease id -> ("load" | "store", request id)
+        self._reports: dict[int, dict[int, Ended]] = {}  # lease id -> rank -> what it said
+        self._attached: dict[int, int] = {}  # rank -> attach id under the line's epoch
+        self._epoch = 0
+        self._next_lease = 0
+
+    # ------------------------------------------------------------------------------- lookups
+
+    def arrived(self, request_id: str, keys: Sequence[bytes], session_id: str = "") -> None:
+        """A request came; it is looked up ahead of being asked about."""
+        held = self._held[request_id] = _Held(keys, session_id)
+        self._look_up(held)
+
+    def matched(self, request_id: str, tokens: int, computed: int) -> int | None:
+        """Tokens that can be loaded behind the first `computed`; None: ask again. `tokens`: of the request."""
+        held = self._held.get(request_id)
+        if held is None or held.load is not None:
+            return 0
+        now = time.monotonic()
+        if held.lookup is not None:
+            if held.lookup.done():
+                held.known = _result(held.lookup, 0)
+                held.lookup = None
+            elif now - held.asked_s > LOOKUP_S:
+                held.lookup, held.known = None, 0
+            else:
+                return None
+        elif held.known is None or now - held.asked_s > FRESH_S:
+            held.known = None
+            self._look_up(held)
+            return None if held.lookup is not None else 0
+        assert held.known is not None
+        held.local = computed
+        held.saved = max(held.saved, held.known // self._tokens)
+        return max(min(held.known, tokens) // self._tokens * self._tokens - computed, 0)
+
+    def _look_up(self, held: _Held) -> None:
+        held.asked_s = time.monotonic()
+        if not self._line.up or not held.keys:
+            held.known = 0
+            return
+        keys, tokens = b"".join(held.keys), len(held.keys) * self._tokens
+        held.lookup = self._line.ask(lambda calls: calls.lookup(keys, tokens))
+
+    def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
+        """The request has blocks; where the cache shall fill some, their pages are leased now."""
+        held = self._held.get(request_id)
+        if held is None:
+            return
+        held.blocks = list(block_ids)
+        if external_tokens == 0:
+            return
+        first, count = held.local // self._tokens, external_tokens // self._tokens
+        lease_id = self._new_lease("load", request_id)
+        keys = b"".join(held.keys[: first + count])
+        asked = self._line.ask(lambda calls: calls.acquire(lease_id, keys))
+        held.load = _Load(lease_id, first, list(block_ids[first : first + count]), asked, self._line.epoch)
+        held.known = None  # looked up anew when it is asked about again
+
+    def _new_lease(self, kind: str, request_id: str) -> int:
+        self._next_lease += 1
+        self._leases[self._next_lease] = (kind, request_id)
+        return self._next_lease
+
+    # --------------------------------------------------------------------------------- steps
+
+    def build(self, scheduled: Mapping[str, tuple[int, Sequence[int]]], preempted: Sequence[str] = ()) -> Orders:
+        """Orders for this step. `scheduled`: request -> (tokens computed when it is done, block ids)."""
+        self._notice_epoch()
+        for request_id in preempted:
+            if request_id in self._held:
+                self._held[request_id].final, self._held[request_id].blocks = 0, []
+        for request_id, (end, block_ids) in scheduled.items():
+            held = self._held.get(request_id)
+            if held is not None:
+                held.blocks = list(block_ids)
+                held.final = min(end // self._tokens, len(held.keys), len(held.blocks))
+        orders = Orders(self._epoch)
+        for request_id, held in list(self._held.items()):
+            if held.load is not None and held.load.asked.done():
+                self._order_load(request_id, held, held.load, orders)
+            self._order_saves(request_id, held, orders)
+            if held.finished_s:
+                self._leave(request_id, held, orders)
+        return orders
+
+    def _notice_epoch(self) -> None:
+        """A daemon that started anew knows none of our leases, and has none of our ranks."""
+        if self._epoch == self._line.epoch:
+            return
+        self._epoch = self._line.epoch
+        self._attached.clear()
+        for held in self._held.values():
+            held.store, held.saved, held.known = None, 0, None
+
+    def _order_load(self, request_id: str, held: _Held, load: _Load, orders: Orders) -> None:
+        """The answer to an acquire is there: what it covers is loaded, the rest is lost and computed."""
+        lease = _result(load.asked, Lease(0, []))
+        if load.epoch != self._epoch or held.finished_s:
+            pages: list[int] = []
+        else:
+            pages = lease.pages[load.first : load.first + len(load.block_ids)]
+        order = LoadOrder(
+            request_id, load.lease_id if lease.tokens else 0, pages, load.block_ids[: len(pages)],
+            load.block_ids[len(pages) :],
+        )  # fmt: skip
+        if not pages and lease.tokens:
+            order.lease_id = 0
+            self._end_load(load.lease_id, None)
+        orders.loads.append(order)
+        held.load = None
+
+    def _order_saves(self, request_id: str, held: _Held, orders: Orders) -> None:
+        store = held.store
+        if store is None:
+            self._reserve(request_id, held)
+            return
+        if not store.granted and store.asked.done():
+            self._granted(held, store)
+        if held.store is None or not store.granted or store.failed:
+            return
+        end = min(held.final - store.first, len(store.pages))
+        if end > store.ordered:
+            ids = held.blocks[store.first + store.ordered : store.first + end]
+            orders.saves.append(SaveOrder(store.lease_id, store.pages[store.ordered : end], ids))
+            store.ordered = end
+
+    def _reserve(self, request_id: str, held: _Held) -> None:
+        """Asks for pages for what is not saved: of the prompt also ahead of its computation."""
+        wanted = min(len(held.keys), held.saved + STORE_BLOCKS)
+        if held.finished_s:
+            wanted = min(wanted, held.final)
+        ready = self._line.up and len(self._attached) == self._ranks and held.load is None
+        if not ready or not held.blocks or wanted <= held.saved or time.monotonic() < held.pause_until:
+            return
+        lease_id = self._new_lease("store", request_id)
+        keys, session = b"".join(held.keys[:wanted]), held.session_id
+        asked = self._line.ask(lambda calls: calls.reserve(lease_id, keys, session))
+        held.store = _Store(lease_id, asked, self._line.epoch)
+
+    def _granted(self, held: _Held, store: _Store) -> None:
+        try:
+            lease = store.asked.result()
+        except Exception as error:
+            # Whether it was heard is not known: an abort of what is not there does no harm.
+            self._end_store(store, committed=0)
+            if isinstance(error, CapacityError):
+                held.saved = max(held.saved, held.final)  # there is no room for these: others come later
+            held.store, held.pause_until = None, time.monotonic() + PAUSE_S
+            return
+        assert isinstance(lease, Lease)
+        store.granted, store.pages, store.first = True, lease.pages, lease.tokens // self._tokens
+        if not lease.pages:
+            held.saved = max(held.saved, store.first)
+            self._end_store(store, committed=0)
+            held.store = None
+
+    # ------------------------------------------------------------------------------- reports
+
+    def reported(self, reports: Sequence[Report]) -> None:
+        """What the workers did."""
+        for report in reports:
+            if report.epoch != self._epoch:
+                continue
+            if report.attach_id:
+                self._attached[report.rank] = report.attach_id
+            for ended in report.ended:
+                said = self._reports.setdefault(ended.lease_id, {})
+                said[report.rank] = ended
+                if len(said) == self._ranks:
+                    del self._reports[ended.lease_id]
+                    self._ended(ended.lease_id, said)
+
+    def _ended(self, lease_id: int, said: dict[int, Ended]) -> None:
+        kind, request_id = self._leases.get(lease_id, ("", ""))
+        held = self._held.get(request_id)
+        if kind == "load":
+            self._end_load(lease_id, said)
+        elif kind == "store" and held is not None and held.store is not None and held.store.lease_id == lease_id:
+            store = held.store
+            store.copied += next(iter(said.values())).copies
+            store.failed |= not all(ended.ok for ended in said.values())
+            store.value = max(ended.value for ended in said.values())
+            if store.failed or store.copied == len(store.pages):
+                self._finish_store(held, store)
+
+    def _finish_store(self, held: _Held, store: _Store) -> None:
+        """Publishes what was copied."""
+        written = 0 if store.failed else store.first + store.copied
+        self._end_store(store, committed=written * self._tokens if store.copied else 0)
+        held.saved = max(held.saved, written)
+        held.store = None
+        if store.failed:
+            held.pause_until = time.monotonic() + PAUSE_S
+
+    def _fence(self, values: Mapping[int, int]) -> pb.Fence:
+        """`values`: by rank."""
+        return pb.Fence(
+            attach_ids=pack_u64([self._attached[rank] for rank in values]), values=pack_u64(list(values.values()))
+        )
+
+    def _end_load(self, lease_id: int, said: dict[int, Ended] | None) -> None:
+        self._leases.pop(lease_id, None)
+        fence = self._fence({rank: ended.value for rank, ended in said.items()}) if said else None
+        failed = sorted({page for ended in said.values() for page in ended.failed_pages}) if said else []
+        self._line.tell(lambda calls: calls.done(lease_id, fence, failed))
+
+    def _end_store(self, store: _Store, committed: int) -> None:
+        """`committed`: tokens; 0: nothing is published."""
+        self._leases.pop(store.lease_id, None)
+        lease_id = store.lease_id
+        fence = self._fence(dict.fromkeys(self._attached, store.value)) if store.value else None
+        if committed and fence is not None:
+            told = fence
+            self._line.tell(lambda calls: calls.commit(lease_id, told, committed))
+        else:
+            self._line.tell(lambda calls: calls.abort(lease_id, fence))
+
+    # ----------------------------------------------------------------------------------- end
+
+    def finished(self, request_id: str, stop_reason: str) -> bool:
+        """A request ended; True: its blocks are still needed, until `Orders.released` names it."""
+        held = self._held.get(request_id)
+        if held is None:
+            return False
+        held.finished_s, held.stop_reason = time.monotonic(), stop_reason
+        held.delayed = held.load is None and bool(held.blocks) and self._unsaved(held)
+        if not held.delayed:
+            held.final = min(held.final, held.store.first + held.store.ordered if held.store else 0)
+            held.blocks = []
+        return held.delayed
+
+    def _unsaved(self, held: _Held) -> bool:
+        """Whether some complete block has a page, or may get one soon."""
+        if not self._line.up or len(self._attached) < self._ranks:
+            return False
+        store = held.store
+        if store is not None and store.granted:
+            return min(held.final, store.first + len(store.pages)) > store.first + store.ordered or (
+                held.final > store.first + len(store.pages)
+            )
+        return held.final > held.saved
+
+    def _leave(self, request_id: str, held: _Held, orders: Orders) -> None:
+        """A finished request goes once nothing of it is under way, or it took too long."""
+        late = time.monotonic() - held.finished_s > self._hold_s
+        store = held.store
+        if store is not None and store.granted and store.copied == store.ordered:
+            wants_more = held.delayed and min(held.final - store.first, len(store.pages)) > store.ordered
+            if not wants_more or late:
+                self._finish_store(held, store)
+        if held.delayed and (late or not self._unsaved(held)) and (held.store is None or not held.store.granted):
+            orders.released.append(request_id)
+            held.delayed, held.blocks = False, []
+        elif held.delayed and held.store is not None and held.store.granted and not self._unsaved(held):
+            # All copies were ordered by this step at the latest: workers do them before the blocks are given back.
+            orders.released.append(request_id)
+            held.delayed, held.blocks = False, []
+        if not held.delayed and held.load is None and (held.store is None or (late and not held.store.ordered)):
+            if held.store is not None:
+                self._end_store(held.store, committed=0)
+            del self._held[request_id]
+            if held.session_id:
+                self._line.turn_ended(held.session_id, held.stop_reason)
+
+    @property
+    def busy(self) -> bool:
+        """Whether finished requests still wait for something: the engine should go on stepping."""
+        latest = time.monotonic() - 2 * self._hold_s
+        return any(held.finished_s > latest for held in self._held.values() if held.finished_s)
+
+
+def _result(future: Future[object], failed: T) -> T:
+    """What it gave; `failed` where it raised."""
+    try:
+        value = future.result()
+    except Exception:
+        return failed
+    assert isinstance(value, type(failed))
+    return value

@@ -1,0 +1,90 @@
+"""The connector's configuration, from `kv_connector_extra_config`, and what the engine says of itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvmanager.errors import ConfigError
+from kvmanager.layout import KVFormat
+from kvmanager.protos import kvmanager_pb2 as pb
+
+KEY_HASHES: Final = {"sha256": "vllm_sha256", "sha256_cbor": "sha256_cbor"}
+"""vLLM's name of a block hash -> ours. Others are made anew in every process, so their keys mean nothing to others."""
+KEY_BYTES: Final = 32
+_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where the daemon is and who asks.
+
+    namespace: said by the user, to keep apart what looks alike. hold_s: how long a finished request's blocks may be
+    kept for their save. call_timeout_s: a daemon that answers nothing for so long is away.
+    """
+
+    runtime_dir: Path
+    group: str
+    engine: str
+    namespace: str = ""
+    hold_s: float = 2.0
+    call_timeout_s: float = 1.0
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any], engine_id: str) -> Settings:
+        """Reads the connector's keys. Raises ConfigError for one that is missing, unknown or of the wrong type."""
+        known: dict[str, type[Any]] = {
+            "runtime_dir": str, "group": str, "engine": str, "namespace": str, "hold_s": float, "call_timeout_s": float,
+            "device_region": str,
+        }  # fmt: skip
+        for key, value in extra.items():
+            if key not in known:
+                raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; known are {', '.join(known)}")
+            wanted = (int, float) if known[key] is float else known[key]
+            if not isinstance(value, wanted):
+                raise ConfigError(f"kv_connector_extra_config: {key} is {value!r}, not a {known[key].__name__}")
+        for key in ("runtime_dir", "group"):
+            if not extra.get(key):
+                raise ConfigError(f"kv_connector_extra_config: missing key {key!r}")
+        return cls(
+            Path(extra["runtime_dir"]),
+            extra["group"],
+            extra.get("engine") or f"vllm-{engine_id}",
+            extra.get("namespace", ""),
+            float(extra.get("hold_s", 2.0)),
+            float(extra.get("call_timeout_s", 1.0)),
+        )
+
+
+def revision_of(model: str, revision: str | None, parts: Mapping[str, object]) -> str:
+    """What tells two sets of weights apart: the revision, for a local folder its files, and what `parts` names."""
+    digest = hashlib.sha256()
+    folder = Path(model)
+    if folder.is_dir():
+        for path in sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)}):
+            seen = path.stat()
+            digest.update(f"{path.name}:{seen.st_size}:{seen.st_mtime_ns}\n".encode())
+    for name, value in sorted(parts.items()):
+        digest.update(f"{name}={value}\n".encode())
+    return f"{revision or ''}/{digest.hexdigest()[:16]}"
+
+
+def namespace_of(model: str, revision: str, kv_format: KVFormat, key_hash: str, key_tokens: int) -> pb.Namespace:
+    """The namespace of an engine's keys. Raises ConfigError for a hash whose keys mean nothing elsewhere."""
+    if key_hash not in KEY_HASHES:
+        raise ConfigError(f"prefix_caching_hash_algo {key_hash!r}: its keys change with every process; use sha256_cbor")
+    return pb.Namespace(
+        model=model, weights_revision=revision, kv_format=kv_format.name, key_hash=KEY_HASHES[key_hash],
+        key_bytes=KEY_BYTES, key_tokens=key_tokens,
+    )  # fmt: skip
+
+
+def group_table(settings: Settings, kv_format: KVFormat, page_rows: int, ranks: int) -> str:
+    """The lines that a node's configuration needs for this engine."""
+    return (
+        f'[[group]]\nname = "{settings.group}"\nkind = "cache"\nformat = "{kv_format.name}"\nranks = {ranks}\n'
+        f'page_rows = {page_rows}\nhost_bytes_per_rank = "8 GiB"\n'
+    )

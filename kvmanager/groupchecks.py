@@ -1,0 +1,72 @@
+"""Whether the values of one `[[group]]` fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from kvmanager.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvmanager.config import GroupSection
+
+_HISPARSE_KEYS: Final = ("token_order", "source_ranks", "source_interleave", "hot_rows")
+
+
+def check_keys_of_kind(group: GroupSection, table: Mapping[str, object], where: str) -> None:
+    """Refuses keys that the group's kind does not have, and the lack of those that it needs. Raises ConfigError."""
+    for key in _HISPARSE_KEYS:
+        if group.kind == "hisparse" and key not in table:
+            raise ConfigError(f"missing key {key!r} in {where}: a hisparse group needs it")
+        if group.kind != "hisparse" and key in table:
+            raise ConfigError(f"{where} {key}: only a group of kind \"hisparse\" has it; remove it")
+
+
+    if group.kind == "cache" and "hbm_bytes_per_rank" in table:
+        raise ConfigError(f"{where} hbm_bytes_per_rank: a cache group has no device memory; remove it")
+    if group.kind != "cache" and "hbm_bytes_per_rank" not in table:
+        raise ConfigError(f"missing key 'hbm_bytes_per_rank' in {where}")
+
+
+def check_group(group: GroupSection, where: str) -> None:
+    """Refuses values that do not fit together. Raises ConfigError."""
+    _check_divides(group.interleave, group.page_rows, f"{where} interleave")
+    plain = not group.kv_format.index_value_bytes
+    if plain != (group.kind == "cache"):
+        what = "a plain format kv/..." if group.kind == "cache" else "a format with indexer rows"
+        raise ConfigError(f"{where} format: {group.format!r}, but a group of kind {group.kind!r} holds {what}")
+    if group.kind in ("replicated", "cache") and group.interleave != 1:
+        raise ConfigError(f"{where} interleave: every rank holds all tokens, nothing is dealt out; remove it")
+    if group.kind == "cache":
+        _check_holds(group.host_bytes_per_rank, group.unit_bytes, f"{where} host_bytes_per_rank", "one page")
+        return
+    if group.kind != "hisparse":
+        least = group.unit_bytes
+        _check_holds(group.hbm_bytes_per_rank, least, f"{where} hbm_bytes_per_rank", "one page")
+        if group.host_bytes_per_rank:
+            _check_holds(group.host_bytes_per_rank, least, f"{where} host_bytes_per_rank", "one page (0: no offload)")
+        return
+    if group.ranks != 1:
+        raise ConfigError(f"{where} ranks: {group.ranks}, but a hisparse group is one decode rank; write ranks = 1")
+    _check_divides(group.source_interleave, group.page_rows, f"{where} source_interleave")
+    if group.hot_rows % group.page_rows:
+        raise ConfigError(
+            f"{where} hot_rows: {group.hot_rows} is not a whole number of slabs of {group.page_rows} rows (page_rows)"
+        )
+    span_pages = group.arrival_order.segments
+    indexers_per_slab = group.unit_bytes // group.kv_format.indexer_page_bytes(group.page_rows)
+    span_slabs = span_pages + -(-span_pages // indexers_per_slab)
+    device_least = (span_slabs + group.hot_slabs) * group.unit_bytes
+    what = f"a span ({span_slabs} slabs) and a hot buffer ({group.hot_slabs} slabs)"
+    _check_holds(group.hbm_bytes_per_rank, device_least, f"{where} hbm_bytes_per_rank", what)
+    _check_holds(group.host_bytes_per_rank, span_slabs * group.unit_bytes, f"{where} host_bytes_per_rank", "a span")
+
+
+def _check_divides(interleave: int, page_rows: int, what: str) -> None:
+    if page_rows % interleave:
+        raise ConfigError(f"{what}: {interleave} does not divide page_rows = {page_rows}")
+
+
+def _check_holds(size_bytes: int, least_bytes: int, what: str, content: str) -> None:
+    if size_bytes < least_bytes:
+        raise ConfigError(f"{what}: {size_bytes} bytes do not hold {content}; it takes at least {least_bytes} bytes")

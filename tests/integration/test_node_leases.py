@@ -1,0 +1,178 @@
+"""A cache group on a real node: engines with memory of their own read and fill it by leases, and die while they do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nodes_support import Node, kill_and_wait, node, says, script, wait_for
+
+from kvmanager.clients.leases import CacheEngine
+from kvmanager.errors import InvalidArgument, LayoutMismatch, UnknownLease
+from kvmanager.layout import plain_format, plain_layout
+from kvmanager.protos import kvmanager_pb2 as pb
+from tests.sim.driver import chain_keys
+
+ROWS, PAGES = 16, 12
+FORMAT = plain_format("float32", 3, 2, 64)
+LAYOUT = plain_layout(FORMAT, ROWS)
+NAMESPACE = pb.Namespace(
+    model="m", weights_revision="1", kv_format=FORMAT.name, key_hash="sha256_cbor", key_bytes=32, key_tokens=ROWS
+)
+
+
+def cache_toml(runtime_dir: Path, *, name: str = "cache", ranks: int = 1) -> str:
+    return f"""
+[node]
+name = "{name}"
+runtime_dir = "{runtime_dir}"
+[[group]]
+name = "kv"
+kind = "cache"
+format = "{FORMAT.name}"
+ranks = {ranks}
+page_rows = {ROWS}
+host_bytes_per_rank = {PAGES * LAYOUT.page_bytes}
+[mover]
+staging_bytes = "1 MiB"
+chunk_bytes = "1 MiB"
+"""
+
+
+def engine(runtime_dir: Path, name: str, model: str = "m", ranks: int = 1) -> CacheEngine:
+    namespace = pb.Namespace()
+    namespace.CopyFrom(NAMESPACE)
+    namespace.model = model
+    return CacheEngine(runtime_dir, name, group="kv", namespace=namespace, layout=LAYOUT, ranks=ranks)
+
+
+def keys(what: object, segments: int) -> bytes:
+    return chain_keys(what, segments, 32)
+
+
+def content(what: object, place: int) -> np.ndarray:
+    return np.random.default_rng([abs(hash(what)) % 1000, place]).integers(0, 256, LAYOUT.page_bytes, dtype=np.uint8)
+
+
+def store(held: CacheEngine, lease: int, what: int, segments: int) -> int:
+    """Stores a prompt's segments; how many were written."""
+    reserved = held.reserve(lease, keys(what, segments))
+    for place, page in enumerate(reserved.pages, start=reserved.tokens // ROWS):
+        held.page(0, page)[:] = content(what, place)
+    held.commit(lease)
+    return len(reserved.pages)
+
+
+def check(held: CacheEngine, lease: int, what: int, segments: int, expected: int) -> None:
+    got = held.acquire(lease, keys(what, segments))
+    assert got.tokens == expected * ROWS
+    for place, page in enumerate(got.pages):
+        assert np.array_equal(held.page(0, page), content(what, place))
+    if got.tokens:
+        held.done(lease)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Node]:
+    with node(tmp_path, "cache", cache_toml) as running:
+        yield running
+
+
+def test_two_engines_share_the_cache_and_two_models_do_not(served: Node) -> None:
+    first, second = engine(served.runtime_dir, "a"), engine(served.runtime_dir, "b")
+    other = engine(served.runtime_dir, "c", model="another")
+    assert store(first, 1, what=7, segments=5) == 5
+    wait_for(lambda: second.lookup(keys(7, 6), 6 * ROWS) == 5 * ROWS)
+    check(second, 1, what=7, segments=6, expected=5)
+    assert store(second, 2, what=7, segments=6) == 1
+    assert other.lookup(keys(7, 6), 6 * ROWS) == 0
+    check(other, 1, what=7, segments=6, expected=0)
+    with pytest.raises(UnknownLease):
+        first.done(99)
+    with pytest.raises(InvalidArgument, match="key bytes"):
+        first.reserve(3, b"short")
+    for held in (first, second, other):
+        held.close()
+    served.wait_at_rest()
+
+
+def test_an_engine_of_another_layout_is_refused(served: Node) -> None:
+    with pytest.raises(LayoutMismatch):
+        CacheEngine(
+            served.runtime_dir, "x", group="kv", namespace=NAMESPACE, layout=plain_layout(FORMAT, 2 * ROWS), ranks=1
+        )
+
+
+def test_what_is_reserved_is_readable_by_nobody_until_the_writer_says_so(served: Node) -> None:
+    writer, reader = engine(served.runtime_dir, "w"), engine(served.runtime_dir, "r")
+    reserved = writer.reserve(1, keys(1, 4))
+    assert len(reserved.pages) == 4
+    assert reader.lookup(keys(1, 4), 4 * ROWS) == 0
+    writer.abort(1)
+    assert served.pools()["kv/host"][0] == PAGES * LAYOUT.page_bytes
+    assert reader.lookup(keys(1, 4), 4 * ROWS) == 0
+    writer.close()
+    reader.close()
+
+
+def test_daemon_killed_between_the_steps(served: Node) -> None:
+    """Leases are in the journal: pages stay the writer's, and what is read stays pinned, over a crash of the daemon."""
+    held, reader = engine(served.runtime_dir, "a"), engine(served.runtime_dir, "b")
+    store(held, 1, what=3, segments=4)
+    wait_for(lambda: reader.lookup(keys(3, 4), 4 * ROWS) == 4 * ROWS)
+    reading = reader.acquire(1, keys(3, 4))
+    reserved = held.reserve(2, keys(5, 4))
+    for place, page in enumerate(reserved.pages):
+        held.page(0, page)[:] = content(5, place)
+    kill_and_wait(served.pid_of("daemon"))
+    served.reopen()
+    held.renew()
+    reader.renew()
+    again = held.reserve(2, keys(5, 4))  # the answer might have been lost
+    assert again.pages == reserved.pages
+    held.commit(2)
+    assert reader.acquire(1, keys(3, 4)).pages == reading.pages
+    reader.done(1)
+    wait_for(lambda: reader.lookup(keys(5, 4), 4 * ROWS) == 4 * ROWS)
+    check(reader, 3, what=5, segments=4, expected=4)
+    check(reader, 4, what=3, segments=4, expected=4)
+    held.close()
+    reader.close()
+    served.wait_at_rest()
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from test_node_leases import engine, keys
+held = engine(Path(sys.argv[1]), "writer")
+reserved = held.reserve(1, keys(9, 6))
+held.page(0, reserved.pages[0])[:] = 1
+print("filling", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_writer_that_dies_in_the_middle_leaves_nothing_readable(served: Node) -> None:
+    reader = engine(served.runtime_dir, "reader")
+    with script(WRITER, str(served.runtime_dir)) as writer:
+        says(writer, "filling")
+        assert served.pools()["kv/host"][2] == 6 * LAYOUT.page_bytes
+        os.kill(writer.pid, signal.SIGKILL)
+        wait_for(lambda: served.pools()["kv/host"][0] == PAGES * LAYOUT.page_bytes)
+    assert reader.lookup(keys(9, 6), 6 * ROWS) == 0
+    reader.close()
+
+
+def test_more_than_the_pool_holds_is_stored_as_far_as_it_fits(served: Node) -> None:
+    held = engine(served.runtime_dir, "a")
+    assert store(held, 1, what=1, segments=PAGES + 5) == PAGES
+    wait_for(lambda: held.lookup(keys(1, PAGES), PAGES * ROWS) == PAGES * ROWS)
+    assert store(held, 2, what=2, segments=4) == 4
+    wait_for(lambda: held.lookup(keys(2, 4), 4 * ROWS) == 4 * ROWS)
+    check(held, 3, what=1, segments=PAGES, expected=PAGES - 4)
+    held.close()
