@@ -26,6 +26,7 @@ from glm_support import (
     table_of,
 )  # fmt: skip
 
+from kvmanager.clients.glm.codec import Fp8Codec
 from kvmanager.clients.glm.gpu.pages import device_pages, row_references
 from kvmanager.clients.glm.gpu.sparse_mla import HOT_BIT, INTERPRETED, attend_parts, merge_parts
 from kvmanager.geometry import TokenOrder
@@ -210,6 +211,32 @@ def test_shards_of_a_decode_rank_merge(tokens: int, interleave: int) -> None:
     merge_parts(outs, lses, out, lse)
     expected = [attention(q[i], values[s[s >= 0].long()]) for i, s in enumerate(selection)]
     check_attention(out, lse, expected)
+
+
+def test_a_single_row_comes_back_exactly() -> None:
+    """Every e4m3 code, subnormal ones too, under scales from the least to very great: the weight is 1."""
+    exponents = torch.arange(-13, 19)[:: 16 if INTERPRETED else 1]
+    codes = torch.arange(512).remainder(256).to(torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0x01  # NaN has no value to compare
+    rows = torch.zeros((len(exponents), 656), dtype=torch.uint8)
+    rows[:, :512] = codes
+    scales = torch.exp2((exponents[:, None] + torch.arange(4)).float())
+    rows[:, 512:528] = scales.view(torch.uint8)
+    values, _ = Fp8Codec().decode_latent(rows, torch.float32)
+    region = torch.full((len(rows) * 656,), 0xFF, dtype=torch.uint8)
+    region.view(-1, 656)[:] = rows
+    region = region.to(DEVICE)
+    references = (656 * torch.arange(len(rows), device=DEVICE))[:, None].contiguous()
+    counts = torch.ones(len(rows), dtype=torch.int32, device=DEVICE)
+    q = torch.full((len(rows), 64, 576), 2.0**-30, dtype=torch.bfloat16, device=DEVICE)
+    parts, lses, _, _ = poisoned_outputs(len(rows), 1)
+    attend_parts(q, references, counts, region, region, 0, SCALE, parts, lses)
+    wrong = parts[:, 0].cpu() != values[:, None]
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} wrong; codes {sorted(set(codes[wrong.any(0).any(0)].tolist()))}, first at row, head, dim "
+        f"{wrong.nonzero()[0].tolist()}: {parts[:, 0].cpu()[wrong][:4]} instead of "
+        f"{values[:, None].expand(-1, 64, -1)[wrong][:4]}"
+    )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="graphs need a GPU")
