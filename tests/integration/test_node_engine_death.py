@@ -214,3 +214,20 @@ def test_timeline_words_of_dead_ranks_are_given_again(served: Node) -> None:
             wait_for(lambda: list(served.admin.status().engines) == [])
     assert seen[0] == seen[1] == seen[2] == seen[3]
     assert ours.isdisjoint(json.loads(seen[0]))
+
+
+def test_letting_go_of_a_dead_client_blocks_nobody(served: Node) -> None:
+    """The keeper does not answer: pages return and operators are served before the daemon gives it up."""
+    with script(ENGINE, str(served.runtime_dir), "41") as process:
+        says(process, "holds")
+        given_up = served.log().count("the keeper is gone")
+        os.kill(served.process.pid, signal.SIGSTOP)
+        try:
+            process.kill()
+            process.wait()
+            wait_for(lambda: list(served.admin.status().engines) == [])
+            served.wait_at_rest()
+            assert served.log().count("the keeper is gone") == given_up
+        finally:
+            os.kill(served.process.pid, signal.SIGCONT)
+    assert cached_of(served, 41) == 2 * SPAN
