@@ -234,7 +234,7 @@ class Indexing:
         self._scales = layout.by_key[Section.INDEX_SCALE, LEADER]
         self._region = region
         self._table = _random_pages(requests, tokens, pages, order)
-        self._page_counts = torch.full((requests,), self._table.pages.shape[1], dtype=torch.int32, device="cuda")
+        self._page_counts = (self._table.pages >= 0).sum(dim=1, dtype=torch.int32)
         self._tokens = torch.full((requests,), tokens, dtype=torch.int32, device="cuda")
         random = torch.Generator("cuda").manual_seed(SEED)
         shape = (requests, queries, 32, 128)

@@ -38,7 +38,8 @@ def device_pages(
 ) -> DevicePages:
     """From the spans of each request, in order: (token order, page indexes int[M]) each."""
     width = max((sum(len(pages) for _, pages in spans) for spans in requests), default=0)
-    tables = np.full((3, len(requests), max(1, width)), -1, dtype=np.int32)
+    # Rows of whole 64 bytes: Triton compiles a kernel again for pointers and strides of another alignment.
+    tables = np.full((3, len(requests), -(-max(1, width) // 16) * 16), -1, dtype=np.int32)
     tables[2] = 1 << _ORDER_SHIFT | PAGE_ROWS
     for number, spans in enumerate(requests):
         at = 0
