@@ -157,9 +157,10 @@ def _pull_ended(state: State, plan_id: int, job: PullJob, outcome: CopyOutcome, 
         outcome, error = CopyOutcome.FAILED, TransferFailed("the daemon restarted during the hand-off; ask again")
     group = state.groups[job.group]
     chain = group.chains[job.chain]
-    for row in job.rows:
-        chain.table.busy[row] -= 1
-        _land(state, group, chain, row, outcome)
+    index = np.asarray(job.rows, np.int64)
+    chain.table.busy[index] -= 1
+    for c in range(chain.table.classes):
+        _land(state, group, chain, c, index, outcome)
     if ended_well(outcome):
         state.counters["handoff"] += 1
     # The waiter may have been aborted and its id used again: only the one that waits for this plan goes on.
@@ -176,13 +177,15 @@ def _pull_ended(state: State, plan_id: int, job: PullJob, outcome: CopyOutcome, 
     chain.release_unused(job.rows)
 
 
-def _land(state: State, group: Group, chain: Chain, row: int, outcome: CopyOutcome) -> None:
-    """Copies of a pulled span: host copies are complete, device copies go on being filled by their request."""
-    for c in range(chain.table.classes):
-        for tier in (DEVICE, HOST):
-            if chain.table.copies[c, tier, row] != CopyState.FILLING:
-                continue
-            if not ended_well(outcome):
-                _lose_copy(state, group, chain, (c, tier, row), outcome)
-            elif tier == HOST:
-                chain.set_state(c, HOST, row, CopyState.READY, PageState.READY)
+def _land(
+    state: State, group: Group, chain: Chain, page_class: int, rows: Int64Array, outcome: CopyOutcome
+) -> None:
+    """Copies of pulled spans: host copies are complete, device copies go on being filled by their request."""
+    copies = chain.table.copies[page_class]
+    if ended_well(outcome):
+        landed = rows[copies[HOST, rows] == CopyState.FILLING]
+        chain.set_states(page_class, HOST, landed, CopyState.READY, PageState.READY)
+        return
+    for tier in (DEVICE, HOST):
+        for row in rows[copies[tier, rows] == CopyState.FILLING].tolist():
+            _lose_copy(state, group, chain, (page_class, tier, row), outcome)

@@ -46,16 +46,14 @@ def between_tiers(
     return tuple(copies)
 
 
-def span_runs(chain: Chain, page_class: int, tier: int, rows: RowArray) -> tuple[SpanRun, ...]:
+def span_runs(
+    chain: Chain, page_class: int, tier: int, rows: RowArray, regions: tuple[int, ...]
+) -> tuple[SpanRun, ...]:
     """Where spans lie, ascending; those that follow each other in one order together.
 
-    Of a replicated group, rank 0's copy.
+    `regions`: all of the tier, by rank, or the one rank's whose copy of a replicated group is meant.
     """
     table, spec = chain.table, chain.spec
-    c = chain.page_class(page_class)
-    regions = c.device_regions if tier == DEVICE else c.host_regions
-    if spec.placement is Placement.REPLICATED:
-        regions = regions[:1]
     first, segments = table.first_token[rows], table.segments[rows]
     breaks = np.diff(segments) | np.diff(table.interleave[rows])
     breaks |= np.diff(first) != segments[:-1] * spec.page_rows

@@ -7,6 +7,7 @@ from kvmanager.core.movement import span_runs
 from kvmanager.core.request import RequestChain
 from kvmanager.core.rows import RowArray
 from kvmanager.core.spans import DEVICE, FILLING, HOST
+from kvmanager.core.spec import Placement
 from kvmanager.core.state import Engine, PullJob, State
 
 
@@ -43,12 +44,15 @@ def start_pull(state: State, engine: Engine, event: Open) -> None:
 
 def _pull_targets(part: RequestChain, rows: RowArray, end: int) -> tuple[PullTarget, ...]:
     """Where positions below `end` go, by class and tier. `rows`: spans in token order."""
-    chain, table = part.chain, part.chain.table
+    chain, table, spec = part.chain, part.chain.table, part.chain.spec
     reached = rows[table.first_token[rows] < end]
     targets = []
     for c, page_class in enumerate(chain.spec.classes):
         for tier in (DEVICE, HOST):
             there = reached[table.copies[c, tier, reached] == FILLING]
-            if len(there):
-                targets.append(PullTarget(page_class.name, span_runs(chain, c, tier, there), end))
+            regions = page_class.device_regions if tier == DEVICE else page_class.host_regions
+            # Every rank of a replicated group gets all of it.
+            copies = [regions] if spec.placement is Placement.SHARDED else [(region,) for region in regions]
+            for some in copies if len(there) else ():
+                targets.append(PullTarget(page_class.name, span_runs(chain, c, tier, there, some), end))
     return tuple(targets)
