@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from kvmanager.movers import Mover
 from kvmanager.peers import Peers
 from kvmanager.planwire import ring_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull
+from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull, expected_sums
 from kvmanager.wire import layout_from_proto, unpack_u32, unpack_u64
 
 ACCEPT_DEADLINE_S = 30.0
@@ -183,7 +183,8 @@ class Handoffs:
                 effect.plan_id, layout, _source_spans(accepted), addresses, targets, staging, self._next_slot
             )
             self._next_slot = (self._next_slot + ring.chunks) % staging.slots
-        pull = ring_to_proto(ring)
+        expected = expected_sums(accepted, layout, addresses, ring.addresses)
+        pull = ring_to_proto(replace(ring, expected=expected))
         pull.agent_name = accepted.agent_name
         pull.agent_metadata = accepted.agent_metadata
         pull.peer_incarnation = accepted.mover_incarnation

@@ -19,6 +19,7 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.node import Node
 from kvmanager.core.spec import GroupSpec
+from kvmanager.core.verification import ticket_sums
 from kvmanager.errors import LayoutMismatch, NotReady, StaleBoot, StalePage, UnknownLease
 from kvmanager.killpoints import reach
 from kvmanager.loop import OwnerLoop
@@ -27,7 +28,7 @@ from kvmanager.messages import span_run
 from kvmanager.movers import Mover
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
-from kvmanager.wire import layout_to_proto, pack_u32, unpack_u32
+from kvmanager.wire import layout_to_proto, pack_u32, pack_u64, unpack_u32
 
 
 class PeerService(pb_grpc.PeerServicer):
@@ -90,6 +91,7 @@ class PeerService(pb_grpc.PeerServicer):
             )
         page_class = chain.classes[0]
         answer: TicketPages = self._loop.call(AcceptTicket(ticket_id, holder))
+        summed_pages, sums = self._loop.inspect(lambda node: ticket_sums(node.state, ticket_id))
         agent = self._mover.agent()
         info = self._mover.info
         if info.incarnation != agent.incarnation:
@@ -101,6 +103,8 @@ class PeerService(pb_grpc.PeerServicer):
             layout=layout_to_proto(page_class.layout),
             spans=[span_run(table) for table in answer.spans],
             generations=pack_u32(answer.generations),
+            summed_pages=pack_u32(summed_pages),
+            sums=pack_u64(sums.reshape(-1)),
             ranks=[
                 pb.SourceRank(
                     rank=rank, base_address=info.addresses[region], size_bytes=pages * page_class.layout.page_bytes

@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from kvmanager.core.checksums import PageSections
+from kvmanager.core.checksums import SUM_WORDS, ExpectedSums, PageSections
 from kvmanager.core.plans import Box, CopyPlan, PagedCopies, PlacedPages, Purpose
 from kvmanager.errors import InvalidArgument, LimitExceeded
 from kvmanager.geometry import Int64Array
@@ -178,7 +178,13 @@ def sections_from_proto(message: pb.PageSections) -> PageSections:
 
 def ring_to_proto(ring: RingPull) -> pb.Pull:
     """What is read and where it goes, in a message that lacks only the peer."""
+    expected = ring.expected
+    sections = () if expected is None else expected.sections
     return pb.Pull(
+        summed=b"" if expected is None else pack_u64(expected.pages),
+        sums=b"" if expected is None else pack_u64(expected.sums.reshape(-1)),
+        section_starts=pack_u64([start for start, _ in sections]),
+        section_sizes=pack_u64([size for _, size in sections]),
         pull_id=ring.placement.plan_id,
         remote_addresses=pack_u64(ring.addresses),
         page_bytes=ring.page_bytes,
@@ -200,4 +206,24 @@ def ring_from_proto(message: pb.Pull) -> RingPull:
         message.chunk_pages,
         message.first_slot,
         plan_from_proto(message.placement),
+        _expected_from_proto(message),
     )
+
+
+def _expected_from_proto(message: pb.Pull) -> ExpectedSums | None:
+    if not message.summed:
+        return None
+    pages, sums, starts, sizes = (
+        unpack_u64(data, f"Pull.{name}")
+        for name, data in (
+            ("summed", message.summed), ("sums", message.sums), ("section_starts", message.section_starts),
+            ("section_sizes", message.section_sizes),
+        )
+    )  # fmt: skip
+    words = len(starts) * SUM_WORDS
+    if len(starts) != len(sizes) or len(starts) == 0 or len(sums) != len(pages) * words:
+        raise InvalidArgument(f"Pull: {len(sums)} words of checksums for {len(pages)} pages of {len(starts)} sections")
+    if any(int(values.max(initial=0)) >> 62 for values in (pages, starts, sizes)):
+        raise InvalidArgument("Pull: a checksum of something beyond any page")
+    sections = tuple(zip(starts.tolist(), sizes.tolist(), strict=True))
+    return ExpectedSums(pages.astype(np.int64), sums.reshape(len(pages), words), sections)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvmanager.core.checksums import SUM_WORDS, ExpectedSums, sections_of
 from kvmanager.core.events import PullTarget
 from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
 from kvmanager.core.spanplans import SpanRun, copy_spans
@@ -15,7 +16,9 @@ from kvmanager.errors import LayoutMismatch
 from kvmanager.geometry import Int64Array, TokenOrder
 from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import KVLayout
+from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.transport.ring import RingPull
+from kvmanager.wire import unpack_u32, unpack_u64
 
 
 @dataclass(frozen=True)
@@ -154,3 +157,26 @@ def _addresses(
     pages = run.pages[span * run.width + entry]
     begins: npt.NDArray[np.uint64] = np.asarray(addresses, np.uint64)[rank] + (pages * page_bytes).astype(np.uint64)
     return begins
+
+
+def expected_sums(
+    accepted: pb.AcceptReply, layout: KVLayout, bases: Sequence[int], addresses: npt.NDArray[np.uint64]
+) -> ExpectedSums | None:
+    """What the pages at `addresses` must add up to, as far as the source says; None where it knows none.
+
+    `bases[r]`: of rank r's region in the source mover. Raises LayoutMismatch for another number of sums.
+    """
+    pages = unpack_u32(accepted.summed_pages, "AcceptReply.summed_pages").astype(np.uint64)
+    sections = tuple((section.start, section.size_bytes) for section in sections_of(layout))
+    sums = unpack_u64(accepted.sums, "AcceptReply.sums")
+    words = len(sections) * SUM_WORDS
+    if len(sums) != len(pages) * len(bases) * words:
+        raise LayoutMismatch(f"{len(sums)} words of checksums for {len(pages)} pages on {len(bases)} ranks")
+    if len(pages) == 0 or len(addresses) == 0:
+        return None
+    starts = (pages[:, None] * np.uint64(layout.page_bytes) + np.asarray(bases, np.uint64)).reshape(-1)
+    order = np.argsort(starts)
+    place = np.minimum(np.searchsorted(starts, addresses, sorter=order), len(starts) - 1)
+    found = order[place]
+    known = np.flatnonzero(starts[found] == addresses)
+    return ExpectedSums(known, sums.reshape(-1, words)[found[known]], sections) if len(known) else None

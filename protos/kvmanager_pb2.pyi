@@ -1913,6 +1913,8 @@ class AcceptReply(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
+    SUMMED_PAGES_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     agent_metadata: _builtins.bytes
     """opaque: of the source mover's NIXL agent"""
     agent_name: _builtins.str
@@ -1921,6 +1923,10 @@ class AcceptReply(_message.Message):
     """id of the source mover's process; a change voids everything read from it"""
     generations: _builtins.bytes
     """u32[pages]: generation numbers; shown again in CheckRequest"""
+    summed_pages: _builtins.bytes
+    """u32[pages]: those of the pages, by index, whose checksums are known"""
+    sums: _builtins.bytes
+    """u64[words]: of each, rank by rank, section by section: two words"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceRank]:
         """one a rank of the source's shard group"""
@@ -1943,10 +1949,12 @@ class AcceptReply(_message.Message):
         layout: Global___Layout | None = ...,
         spans: _abc.Iterable[Global___SpanRun] | None = ...,
         generations: _builtins.bytes = ...,
+        summed_pages: _builtins.bytes = ...,
+        sums: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "generations", b"generations", "layout", b"layout", "mover_incarnation", b"mover_incarnation", "ranks", b"ranks", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "generations", b"generations", "layout", b"layout", "mover_incarnation", b"mover_incarnation", "ranks", b"ranks", "spans", b"spans", "summed_pages", b"summed_pages", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2324,6 +2332,10 @@ class Pull(_message.Message):
     RING_SLOTS_FIELD_NUMBER: _builtins.int
     CHUNK_PAGES_FIELD_NUMBER: _builtins.int
     FIRST_SLOT_FIELD_NUMBER: _builtins.int
+    SUMMED_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    SECTION_STARTS_FIELD_NUMBER: _builtins.int
+    SECTION_SIZES_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     pull_id: _builtins.int
     """id from the same numbers as plan ids"""
@@ -2347,6 +2359,14 @@ class Pull(_message.Message):
     """count of page entries of a chunk"""
     first_slot: _builtins.int
     """index of the first chunk's place in the ring"""
+    summed: _builtins.bytes
+    """u64[pages]: ascending indexes of remote_addresses whose checksums are known"""
+    sums: _builtins.bytes
+    """u64[words]: of each, section by section: two words"""
+    section_starts: _builtins.bytes
+    """u64[sections]: bytes from a page's start"""
+    section_sizes: _builtins.bytes
+    """u64[sections]: bytes"""
     @_builtins.property
     def placement(self) -> Global___Plan:
         """staging region -> target regions; its source pages are indexes of remote_addresses"""
@@ -2365,11 +2385,15 @@ class Pull(_message.Message):
         ring_slots: _builtins.int = ...,
         chunk_pages: _builtins.int = ...,
         first_slot: _builtins.int = ...,
+        summed: _builtins.bytes = ...,
+        sums: _builtins.bytes = ...,
+        section_starts: _builtins.bytes = ...,
+        section_sizes: _builtins.bytes = ...,
         placement: Global___Plan | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "chunk_pages", b"chunk_pages", "deadline_ns", b"deadline_ns", "first_slot", b"first_slot", "page_bytes", b"page_bytes", "peer_incarnation", b"peer_incarnation", "placement", b"placement", "pull_id", b"pull_id", "remote_addresses", b"remote_addresses", "ring_offset", b"ring_offset", "ring_slots", b"ring_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "chunk_pages", b"chunk_pages", "deadline_ns", b"deadline_ns", "first_slot", b"first_slot", "page_bytes", b"page_bytes", "peer_incarnation", b"peer_incarnation", "placement", b"placement", "pull_id", b"pull_id", "remote_addresses", b"remote_addresses", "ring_offset", b"ring_offset", "ring_slots", b"ring_slots", "section_sizes", b"section_sizes", "section_starts", b"section_starts", "summed", b"summed", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

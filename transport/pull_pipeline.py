@@ -16,7 +16,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from kvmanager.errors import Draining, InvalidArgument, KVError, TransferError, TransferFailed, TransferTimeout
+from kvmanager.errors import (
+    ChecksumMismatch,
+    Draining,
+    InvalidArgument,
+    KVError,
+    TransferError,
+    TransferFailed,
+    TransferTimeout,
+)
 from kvmanager.killpoints import reach
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
@@ -151,6 +159,12 @@ class PullPipeline:
             pull.ended = (result.outcome, result.error)
         elif pull.ended is None:
             reach("mover.pull.chunk_read")
+            if pull.request.ring.expected is not None:
+                try:
+                    pull.request.ring.verify(pull.chunk, self._regions[self._staging])
+                except ChecksumMismatch as error:
+                    pull.ended = (Outcome.FAILED, error)
+                    return
             pull.placing = True
             self._placer.submit(replace(pull.request.ring.placed(pull.chunk), plan_id=pull.request.pull_id))
 

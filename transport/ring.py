@@ -13,10 +13,12 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from kvmanager.core.checksums import SUM_WORDS, ExpectedSums
 from kvmanager.core.plans import CopyPlan, PagedCopies, PlacedPages
-from kvmanager.errors import InvalidArgument
+from kvmanager.errors import ChecksumMismatch, InvalidArgument
 from kvmanager.geometry import Int64Array
-from kvmanager.transport.executor import RegionMap
+from kvmanager.transport.checksums import section_sum
+from kvmanager.transport.executor import ByteArray, RegionMap
 from kvmanager.transport.runs import paged_bounds
 
 U64Array = npt.NDArray[np.uint64]
@@ -24,7 +26,10 @@ U64Array = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class RingPull:
-    """`addresses`: uint64[pages], of the peer. `offset`: of the ring of `slots` chunks, in bytes of staging."""
+    """`addresses`: uint64[pages], of the peer. `offset`: of the ring of `slots` chunks, in bytes of staging.
+
+    `expected`: sums of some of the pages, compared when they lie in staging.
+    """
 
     addresses: U64Array
     page_bytes: int
@@ -33,6 +38,7 @@ class RingPull:
     chunk_pages: int
     first_slot: int
     placement: CopyPlan
+    expected: ExpectedSums | None = None
 
     @property
     def chunks(self) -> int:
@@ -52,9 +58,37 @@ class RingPull:
             raise InvalidArgument(
                 f"a ring of bytes [{self.offset}, {end}) leaves region {staging} of {regions.size(staging)} bytes"
             )
+        if self.expected is not None:
+            self._check_sums(self.expected)
         for c in self.placement.copies:
             self._check_source(staging, c)
         regions.check(self.placement, {staging: len(self.addresses) * self.page_bytes})
+
+    def _check_sums(self, expected: ExpectedSums) -> None:
+        pages = expected.pages
+        if len(pages) and (int(pages[-1]) >= len(self.addresses) or (np.diff(pages) <= 0).any()):
+            raise InvalidArgument(f"checksums of pages {pages[:4]}... of {len(self.addresses)}, which must ascend")
+        if any(start + size > self.page_bytes or size <= 0 for start, size in expected.sections):
+            raise InvalidArgument(f"checksums of {expected.sections} (start, bytes) in a page of {self.page_bytes} B")
+
+    def verify(self, chunk: int, staging: ByteArray) -> None:
+        """Raises ChecksumMismatch unless the chunk's bytes in staging are those that were summed up at the source."""
+        if self.expected is None:
+            return
+        first, last = self._pages(chunk)
+        start, _ = self.staging_range(chunk)
+        low, high = np.searchsorted(self.expected.pages, (first, last)).tolist()
+        for place in range(low, high):
+            page = int(self.expected.pages[place])
+            at = start + (page - first) * self.page_bytes
+            for number, (begin, size) in enumerate(self.expected.sections):
+                found = section_sum(staging[at + begin : at + begin + size])
+                if not np.array_equal(found, self.expected.sums[place, number * SUM_WORDS : (number + 1) * SUM_WORDS]):
+                    raise ChecksumMismatch(
+                        f"pull {self.placement.plan_id}: page {page} of {len(self.addresses)}, at "
+                        f"{int(self.addresses[page]):#x} of the peer: bytes [{begin}, {begin + size}) are not those "
+                        "that were written there; nothing of the pull is used"
+                    )
 
     def _check_source(self, staging: int, c: PagedCopies) -> None:
         if c.source_region != staging or c.target_region == staging:

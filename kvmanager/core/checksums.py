@@ -71,6 +71,19 @@ class PageSections:
         return len(self) * sum(size for _, size in self.sections)
 
 
+@dataclass(frozen=True)
+class ExpectedSums:
+    """What pages that are read from a peer must add up to, as far as it is known.
+
+    pages: int64[pages], ascending: places in the order of reading. sums: uint64[pages, sections * SUM_WORDS].
+    sections: (start, bytes) in a page.
+    """
+
+    pages: Int64Array
+    sums: SumArray
+    sections: tuple[tuple[int, int], ...]
+
+
 @dataclass
 class SumStore:
     """Sums of the pages of one class in one pool, with the generation of the content that each belongs to.

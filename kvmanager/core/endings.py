@@ -163,6 +163,8 @@ def _pull_ended(state: State, plan_id: int, job: PullJob, outcome: CopyOutcome, 
         _land(state, group, chain, c, index, outcome)
     if ended_well(outcome):
         state.counters["handoff"] += 1
+    if isinstance(error, ChecksumMismatch):
+        state.counters["bad_pull"] += 1
     # The waiter may have been aborted and its id used again: only the one that waits for this plan goes on.
     request = state.find(job.waiter)
     if request is not None and plan_id in request.waiting_on:

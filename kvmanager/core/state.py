@@ -33,7 +33,7 @@ COUNTERS = (
     "eviction", "spill", "draft_truncation", "handoff", "export", "refusal", "failed_plan", "expired_ticket",
     "quarantined_copy", "request", "step", "partial_span_tokens", "writeback_retry", "writeback_given_up",
     "host_reclaim", "host_eviction", "writeback_bypass", "writeback_again", "writeback_cancelled", "summed_page",
-    "checked_page", "bad_copy", "restart_check",
+    "checked_page", "bad_copy", "bad_pull", "restart_check",
     "acquire", "acquired_tokens", "store", "stored_tokens", "failed_load", "expired_lease",
 )
 

@@ -159,6 +159,26 @@ def condemn(chain: Chain, row: int) -> None:
         chain.release_if_unused(child)
 
 
+def ticket_sums(state: State, ticket_id: str) -> tuple[Int64Array, SumArray]:
+    """Device pages of a ticket whose bytes have sums, for they have a host copy: pages, uint64[pages, ranks, words].
+
+    Nothing for a ticket that is over.
+    """
+    ticket = state.tickets.get(ticket_id)
+    nothing = np.empty(0, np.int64), np.empty((0, 0, 0), np.uint64)
+    if ticket is None:
+        return nothing
+    number, held = ticket.rows[0]
+    chain = state.groups[ticket.group].chains[number]
+    rows = np.asarray(held, np.int64)
+    if 0 not in chain.sums or len(rows) == 0:
+        return nothing
+    rows = rows[(chain.table.copies[0, :, rows] == CopyState.READY).all(axis=1)]
+    device, host = (chain.table.page_lists(0, tier, rows) for tier in (DEVICE, HOST))
+    known = _known(chain, 0, host)
+    return device[known], chain.sums[0].of(host[known]).swapaxes(0, 1)
+
+
 # ------------------------------------------------------------------------------ after a restart
 
 

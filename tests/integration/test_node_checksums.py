@@ -13,6 +13,10 @@ from nodes_support import (
     RANKS,
     SPAN,
     Node,
+    decode_engine,
+    decode_toml,
+    device_pages,
+    fill,
     kill_and_wait,
     node,
     open_of,
@@ -24,6 +28,7 @@ from nodes_support import (
     wait_for,
 )
 
+from kvmanager.clients.engine import RequestStep
 from kvmanager.errors import ChecksumMismatch
 
 
@@ -80,3 +85,33 @@ def test_a_warm_restart_finds_it_before_anybody_asks(tmp_path: Path) -> None:
         engine = prefill_engine(served.runtime_dir)
         assert run_request(engine, 1, tokens_of(1, 5 * SPAN), 1) == 2 * SPAN
         engine.close()
+
+
+def test_a_hand_off_of_bytes_that_changed_is_refused_and_the_next_is_served(tmp_path: Path) -> None:
+    """The source knows sums of what it offloaded; the target compares them in staging, before anything is placed."""
+    with (
+        node(tmp_path, "prefill", prefill_toml, pages=64) as source,
+        node(tmp_path, "decode", decode_toml) as target,
+    ):
+        prefill, decode = prefill_engine(source.runtime_dir), decode_engine(target.runtime_dir)
+        tokens = tokens_of(1, 3 * SPAN)
+        pages = device_pages(prefill.open(open_of(1, tokens, growth=0)))
+        fill(prefill, pages, 1)
+        prefill.step([RequestStep(1, len(tokens), len(tokens))])
+        wait_for(lambda: source.counters()["summed_page"] == 3 * RANKS, lambda: str(source.counters()))
+        memory = prefill.workers.ranks[1].classes["kv"].device
+        at = int(pages[1]) * PAGE_BYTES + 1234
+        memory[at] ^= 1
+        ticket = prefill.client.export(1)
+        with pytest.raises(ChecksumMismatch, match="page 3 of 6"):
+            decode.open(open_of(1, tokens, ticket=ticket))
+        assert target.counters()["bad_pull"] == 1
+        assert target.counters()["handoff"] == 0
+        target.wait_at_rest()
+        memory[at] ^= 1
+        wait_for(lambda: not source.admin.leases().leases)
+        served = decode.open(open_of(2, tokens, ticket=prefill.client.export(1)))
+        assert served.cached_tokens == 3 * SPAN
+        assert target.counters()["bad_pull"] == 1
+        decode.close()
+        prefill.close()

@@ -1,11 +1,15 @@
 """Whose turn it is, and who may use which staging: the pull pipeline with a reader that a test controls."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from kvmanager.core.checksums import ExpectedSums
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.core.spanplans import copy_pages
-from kvmanager.errors import Draining, InvalidArgument, PeerUnreachable, TransferTimeout
+from kvmanager.errors import ChecksumMismatch, Draining, InvalidArgument, PeerUnreachable, TransferTimeout
+from kvmanager.transport.checksums import section_sum
 from kvmanager.transport.executor import Outcome, RegionMap
 from kvmanager.transport.nixl import ReadResult
 from kvmanager.transport.pull_pipeline import PullPipeline, PullRequest
@@ -53,7 +57,8 @@ class HandReader:
 class Bench:
     def __init__(self):
         regions = RegionMap()
-        regions.add(STAGING, np.arange(SIZE, dtype=np.uint64).astype(np.uint8))
+        self.staging = np.arange(SIZE, dtype=np.uint64).astype(np.uint8)
+        regions.add(STAGING, self.staging)
         regions.add(TARGET, np.zeros(SIZE, dtype=np.uint8))
         self.reader, self.now = HandReader(), 0
         self.pipeline = PullPipeline(self.reader, regions, STAGING, lambda: self.now)
@@ -203,3 +208,44 @@ def test_an_outstanding_id_is_refused_and_an_idle_pipeline_sleeps(bench):
     assert bench.polls()[1].outcome is Outcome.DONE
     bench.polls(1)
     assert bench.pipeline.next_poll_s() is None
+
+
+def _with_sums(ring, bench, pages, wrong=None):
+    """`pages` of the pull add up to what staging holds; all but `wrong`."""
+    start, size = ring.offset, ring.page_bytes
+    section = bench.staging[start + 2 : start + size]
+    sums = np.tile(section_sum(section), (len(pages), 1))
+    if wrong is not None:
+        sums[list(pages).index(wrong)] ^= np.uint64(1)
+    return replace(ring, expected=ExpectedSums(np.asarray(pages), sums, ((2, size - 2),)))
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 2])
+def test_what_does_not_add_up_is_not_placed(bench, wrong):
+    ring = _with_sums(_ring(*[(100, 164)] * 4), bench, (0, 2), wrong)
+    bench.pipeline.submit(PullRequest(1, "peer", b"", ring, 100))
+    bench.submit(2, (300, 364))
+    ended = {}
+    for read_id in range(1, 6):
+        ended |= bench.polls()
+        if read_id in bench.reader._open:
+            bench.reader.end(read_id)
+    ended |= bench.polls()
+    assert ended[2].outcome is Outcome.DONE, "others go on"
+    if wrong is None:
+        assert ended[1].outcome is Outcome.DONE
+        return
+    assert ended[1].outcome is Outcome.FAILED
+    assert isinstance(ended[1].error, ChecksumMismatch)
+    assert f"page {wrong} of 4" in str(ended[1].error)
+    assert not bench.pipeline.outstanding()
+
+
+def test_sums_that_fit_no_page_are_refused(bench):
+    ring = _with_sums(_ring((100, 164)), bench, (0,))
+    for wrong in ({"pages": np.array([1])}, {"sections": ((60, 8),)}):
+        expected = replace(ring.expected, **wrong)
+        bench.pipeline.submit(PullRequest(1, "peer", b"", replace(ring, expected=expected), 100))
+        (ended,) = bench.polls(1).values()
+        assert isinstance(ended.error, InvalidArgument)
+    assert not bench.started
