@@ -68,11 +68,11 @@ _E4M3_TO_BF16: Final = tl.constexpr(
 
 
 @triton.jit
-def _group(row, scale, used, GROUP: tl.constexpr, MATRIX: tl.constexpr):
-    """128 values of each row, dequantised exactly: e4m3 times a power of two fits in bfloat16."""
-    values = row[:, None] + (GROUP * 128 + tl.arange(0, 128))[None, :]
-    factor = tl.load(scale + GROUP, mask=used, other=0.0)
-    if tl.bfloat16 == MATRIX:
+def _latents(row, scale, used, TILE: tl.constexpr, MATRIX: tl.constexpr):
+    """512 values of each row, dequantised exactly: e4m3 times a power of two fits in bfloat16."""
+    values = row[:, None] + tl.arange(0, 512)[None, :]
+    factor = tl.load(scale[:, None] + tl.arange(0, 4)[None, :], mask=used[:, None], other=0.0)
+    if MATRIX == tl.bfloat16:  # noqa: SIM300
         codes = tl.load(values, mask=used[:, None], other=0)
         parts = tl.inline_asm_elementwise(
             _E4M3_TO_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
@@ -80,12 +80,8 @@ def _group(row, scale, used, GROUP: tl.constexpr, MATRIX: tl.constexpr):
     else:
         codes = tl.load(values.to(tl.pointer_type(tl.float8e4nv)), mask=used[:, None], other=0.0)
         parts = codes.to(MATRIX)
-    return parts * factor.to(MATRIX)[:, None]
-
-
-@triton.jit
-def _store(target, acc, norm):
-    tl.store(target, (acc * norm[:, None]).to(target.dtype.element_ty))
+    groups = tl.reshape(parts, (TILE, 4, 128)) * factor.to(MATRIX)[:, :, None]
+    return tl.reshape(groups, (TILE, 512))
 
 
 # Not compiled anew for each number of parts, nor for where the hot buffer lies.
@@ -101,17 +97,11 @@ def _attend(
     first = split * share
     last = tl.minimum(count, first + share)
     heads = tl.arange(0, 64)
-    dims = tl.arange(0, 128)
+    dims = tl.arange(0, 512)
     q_head = q + query * 36864 + heads[:, None] * 576
-    q0 = tl.load(q_head + dims[None, :]).to(MATRIX)
-    q1 = tl.load(q_head + (dims + 128)[None, :]).to(MATRIX)
-    q2 = tl.load(q_head + (dims + 256)[None, :]).to(MATRIX)
-    q3 = tl.load(q_head + (dims + 384)[None, :]).to(MATRIX)
-    q4 = tl.load(q_head + (tl.arange(0, 64) + 512)[None, :]).to(MATRIX)
-    acc0 = tl.zeros((64, 128), tl.float32)
-    acc1 = tl.zeros((64, 128), tl.float32)
-    acc2 = tl.zeros((64, 128), tl.float32)
-    acc3 = tl.zeros((64, 128), tl.float32)
+    q_latent = tl.load(q_head + dims[None, :]).to(MATRIX)
+    q_rope = tl.load(q_head + (tl.arange(0, 64) + 512)[None, :]).to(MATRIX)
+    acc = tl.zeros((64, 512), tl.float32)
     top = tl.full((64,), float("-inf"), tl.float32)
     total = tl.zeros((64,), tl.float32)
     for at in tl.range(first, last, TILE, num_stages=STAGES):
@@ -124,16 +114,10 @@ def _attend(
         row = resident + offset
         scales = (row + 512).to(tl.pointer_type(tl.float32))
         ropes = (row + 528).to(tl.pointer_type(tl.bfloat16))
-        k0 = _group(row, scales, used, 0, MATRIX)
-        k1 = _group(row, scales, used, 1, MATRIX)
-        k2 = _group(row, scales, used, 2, MATRIX)
-        k3 = _group(row, scales, used, 3, MATRIX)
-        k4 = tl.load(ropes[:, None] + tl.arange(0, 64)[None, :], mask=used[:, None], other=0.0).to(MATRIX)
-        s = tl.dot(q4, tl.trans(k4))
-        s = tl.dot(q0, tl.trans(k0), s)
-        s = tl.dot(q1, tl.trans(k1), s)
-        s = tl.dot(q2, tl.trans(k2), s)
-        s = tl.dot(q3, tl.trans(k3), s)
+        latents = _latents(row, scales, used, TILE, MATRIX)
+        turned = tl.load(ropes[:, None] + tl.arange(0, 64)[None, :], mask=used[:, None], other=0.0).to(MATRIX)
+        s = tl.dot(q_rope, tl.trans(turned))
+        s = tl.dot(q_latent, tl.trans(latents), s)
         s = tl.where(used[None, :], s * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         # Where no row counts yet, any finite reference point will do: -inf minus -inf would be NaN.
@@ -142,19 +126,12 @@ def _attend(
         fade = tl.exp2(top - point)
         total = total * fade + tl.sum(p, 1)
         top = higher
-        p = p.to(MATRIX)
-        acc0 = tl.dot(p, k0, acc0 * fade[:, None])
-        acc1 = tl.dot(p, k1, acc1 * fade[:, None])
-        acc2 = tl.dot(p, k2, acc2 * fade[:, None])
-        acc3 = tl.dot(p, k3, acc3 * fade[:, None])
+        acc = tl.dot(p.to(MATRIX), latents, acc * fade[:, None])
     some = total > 0
     norm = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
     part = query * splits + split
     target = out + part * 32768 + heads[:, None] * 512 + dims[None, :]
-    _store(target, acc0, norm)
-    _store(target + 128, acc1, norm)
-    _store(target + 256, acc2, norm)
-    _store(target + 384, acc3, norm)
+    tl.store(target, (acc * norm[:, None]).to(out.dtype.element_ty))
     sums = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * _LN2, float("-inf"))
     tl.store(lse + part * 64 + heads, sums)
 
