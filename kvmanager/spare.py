@@ -12,10 +12,12 @@ any more, so that old code never serves in the place of new one.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -31,6 +33,7 @@ from kvmanager.killpoints import reach
 
 Stamps = dict[str, tuple[int, int, int]]
 """Path -> inode, time of its last change by the kernel's clock (ns), bytes."""
+_PR_SET_PDEATHSIG: Final = 1
 _CHANGED_LATELY_NS: Final = 20_000_000
 """The clock that stamps files may be so far behind."""
 _log = logging.getLogger("kvmanager.spare")
@@ -91,6 +94,7 @@ def stamps_of(paths: Sequence[str] | Stamps) -> Stamps:
 def main(arguments: Sequence[str]) -> int:
     """Loads, waits, and is the daemon; the daemon's exit code, or 0 when it was not needed."""
     fd, name, *others = arguments
+    _die_with_keeper(signal.SIGKILL)  # also while it loads, when it can't see its socket end
     with socket.socket(fileno=int(fd)) as keeper:
         keeper.set_inheritable(False)
         program = LoadedProgram(name)
@@ -102,11 +106,18 @@ def main(arguments: Sequence[str]) -> int:
             message, fds = receive_json(keeper)
         except PeerUnreachable:
             return EXIT_OK
+    _die_with_keeper(0)  # a daemon outlives it
     reach("spare.begins")
     if message != {"op": "begin"} or len(fds) != 2:
         print(f"the spare was sent {message} and {len(fds)} descriptors; it is no daemon's beginning", file=sys.stderr)
         return EXIT_FAILED
     return _begin(program, name, others, *fds)
+
+
+def _die_with_keeper(number: int) -> None:
+    """The signal that the kernel sends this process when its parent, the keeper, dies; 0: none."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def _begin(program: LoadedProgram, name: str, arguments: Sequence[str], lock: int, channel: int) -> int:

@@ -133,6 +133,30 @@ def test_it_ends_with_its_keeper(node):
         assert gone(pidfd)
 
 
+def test_it_ends_with_its_keeper_while_it_loads(node):
+    options, runtime_dir, path = node
+    path.write_text("import os, time\nos.write(1, b'loading %d\\n' % os.getpid())\ntime.sleep(600)\n")
+    with keeper(runtime_dir, **options) as (process, lines):
+        lines.next("daemon")
+        pidfd = os.pidfd_open(int(lines.next("loading")))
+        kill_and_wait(process)
+        assert gone(pidfd)
+
+
+def test_as_the_daemon_it_outlives_its_keeper(node):
+    options, runtime_dir, _ = node
+    with keeper(runtime_dir, **options) as (first, lines):
+        daemon, spare = first_daemon(lines), ready(first)
+        os.kill(daemon, signal.SIGKILL)
+        assert lines.next("held") == HELD
+        assert int(lines.next("daemon")) == spare
+        kill_and_wait(first)
+        with keeper(runtime_dir, **options) as (second, _):
+            said(second, f"found the daemon, pid {spare}")
+            assert lives(spare)
+            stop(second)
+
+
 def test_an_upgrade_of_the_keeper_begins_with_its_end(node):
     options, runtime_dir, _ = node
     with keeper(runtime_dir, **options) as (process, lines):
