@@ -180,7 +180,7 @@ class Handoffs:
         addresses = [rank.base_address for rank in sorted(accepted.ranks, key=lambda r: r.rank)]
         with self._slots:  # pulls take turns in the ring
             ring = build_pull(
-                effect.plan_id, layout, _source_spans(accepted), addresses, targets, staging, self._next_slot
+                effect.plan_id, layout, source_spans(accepted), addresses, targets, staging, self._next_slot
             )
             self._next_slot = (self._next_slot + ring.chunks) % staging.slots
         expected = expected_sums(accepted, layout, addresses, ring.addresses)
@@ -232,7 +232,9 @@ class Handoffs:
                 _log.warning("heartbeat to %s: %s", source, error)
 
 
-def _source_spans(accepted: pb.AcceptReply) -> SourceSpans:
+def source_spans(accepted: pb.AcceptReply) -> SourceSpans:
+    """The source's spans in an accepted ticket. Raises LayoutMismatch for more than one chain or page class."""
+
     def numbers(data: bytes, name: str) -> Int64Array:
         return unpack_u32(data, name).astype(np.int64)
 

@@ -45,12 +45,15 @@ def _outcomes(executor) -> set[Outcome]:
 
 
 @pytest.fixture(params=["cpu", "fake", "nixl"])
-def big(request, sparse_memory):
+def big(request, sparse_memory, monkeypatch):
     """An executor over the sparse regions."""
     if request.param == "cpu":
         return CpuExecutor(sparse_memory)
     if request.param == "fake":
         return FakeExecutor(seed=3, regions=sparse_memory)
+    for name in ("UCX_TLS", "UCX_NET_DEVICES"):  # the reader sets them: for the time of the test
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("NIXL_LOG_LEVEL", "WARN")
     reader = NixlReader("sparse", secrets.randbits(64), sparse_memory)
     for region in (BIG_SOURCE, BIG_TARGET):
         reader.register(region)

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvmanager.core.events import Close, Closing, Open, Progress, Trim
+from kvmanager.core.events import Close, Closing, Open, Progress, TicketInfo, Trim
 from kvmanager.core.patterns import Rows
 from kvmanager.core.plans import Purpose
 from kvmanager.core.pool import PageState
 from kvmanager.layout import native_layout
 from tests.sim.content import PAGE_ROWS, POISON, Memory, Text
-from tests.sim.driver import Client
+from tests.sim.driver import Client, Driver
 from tests.sim.harness import World
 from tests.sim.network import Network
 from tests.sim.published import learn
@@ -140,3 +140,22 @@ def test_after_an_onboard_every_rank_has_the_right_bytes(ranks: int) -> None:
     pages = node.device_pages(ready.spans)[: PAGES - 1]
     for rows, content in node.rows(pages):
         assert not node.memory.wrong(node.kv.layout, rows, content).any(), f"region {rows.region[0]}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_hand_off_brings_its_bytes_to_every_rank(ranks: int) -> None:
+    regions = Regions({})
+    spec = replicated(regions, "r", POOL_PAGES, POOL_PAGES, ranks)
+    driver = Driver([spec])
+    client = Client(driver, "r")
+    tokens = PAGES * PAGE_ROWS
+    assert client.open(1, tokens, "a", ticket=TicketInfo("t", "peer", tokens, 1_000_000)).state == "waiting"
+    (pull,) = driver.pulls.values()
+    reached = [region for target in pull.targets for spans in target.spans for region in spans.regions]
+    assert reached == list(spec.chains[0].classes[0].device_regions)
+    assert len({spans.pages.tobytes() for target in pull.targets for spans in target.spans}) == 1
+    assert {spans.tokens(PAGE_ROWS) for target in pull.targets for spans in target.spans} == {tokens}
+    driver.end_all()
+    assert driver.notices[-1].ready.cached_tokens == tokens
+    client.close(1)
+    driver.leave(client)
