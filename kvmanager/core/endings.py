@@ -116,10 +116,12 @@ def _onboard_ended(
         _mark_redundant(state, chain, job.page_class, published)
         state.counters["onboard"] += len(good)
         for place in bad:
-            assert isinstance(failure, ChecksumMismatch)
             _lose_copy(state, group, chain, (job.page_class, DEVICE, job.rows[place]), outcome)
-            take_out(state, group, job.chain, job.page_class, job.loaded_from[place], failure)
-            condemn(chain, job.rows[place])
+        if isinstance(failure, ChecksumMismatch):
+            sources = [job.loaded_from[place] for place in bad]
+            take_out(state, group, job.chain, job.page_class, sources, failure)
+            for place in bad:
+                condemn(chain, job.rows[place])
     else:
         failure = error or TransferFailed("onboard failed; the prefix is recomputed")
         for row in job.rows:

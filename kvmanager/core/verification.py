@@ -123,31 +123,39 @@ def differing(
 
 
 def take_out(
-    state: State, group: Group, chain_number: int, page_class: int, row: int, error: ChecksumMismatch
+    state: State, group: Group, chain_number: int, page_class: int, rows: list[int], error: ChecksumMismatch
 ) -> None:
-    """The span's host copy holds wrong bytes: never handed out again, and gone at once where another copy is complete.
+    """These spans' host copies hold wrong bytes: never handed out again, and gone where another copy is complete.
 
     Where it is the only one, nobody finds the span any more, and running requests that read it there have failed.
     """
     chain = group.chains[chain_number]
-    table = chain.table
-    if table.copies[page_class, HOST, row] != CopyState.READY:
-        return  # found out before
-    pool = chain.pool(page_class, HOST)
-    fresh = pool.condemn(chain.page_class(page_class).name, table.page_list(page_class, HOST, row))
-    state.counters["bad_copy"] += int(fresh)
-    if table.copies[page_class, DEVICE, row] == CopyState.READY:
-        chain.free_copy(page_class, HOST, row)
-        if group.spec.sparse is not None:
-            mark_dirty(state, group, chain_number, row)
-        group.writeback[chain_number].append(row)
-    else:
-        for request in state.holders(group.spec.name) if fresh and group.spec.sparse is not None else ():
-            if request.phase is Phase.RUNNING and request.chains[chain_number].ordinal(row) is not None:
-                failed = RequestFailed(request.request_id, error)
-                state.notify(state.engine_of(request), failed=failed)
+    table, pool, name = chain.table, chain.pool(page_class, HOST), chain.page_class(page_class).name
+    # A row may be named twice, or have been found out before.
+    bad = [row for row in dict.fromkeys(rows) if table.copies[page_class, HOST, row] == CopyState.READY]
+    # All first: the end of one span may free those below it, whose pages must be known by then.
+    fresh = [pool.condemn(name, table.page_list(page_class, HOST, row)) for row in bad]
+    state.counters["bad_copy"] += sum(fresh)
+    for row, is_fresh in zip(bad, fresh, strict=True):
+        if not table.live[row]:
+            continue
+        if table.copies[page_class, DEVICE, row] == CopyState.READY:
+            chain.free_copy(page_class, HOST, row)
+            if group.spec.sparse is not None:
+                mark_dirty(state, group, chain_number, row)
+            group.writeback[chain_number].append(row)
+            continue
+        if is_fresh and group.spec.sparse is not None:
+            _tell_readers(state, group, chain_number, row, error)
         condemn(chain, row)
     update_promises(state, group)
+
+
+def _tell_readers(state: State, group: Group, chain_number: int, row: int, error: ChecksumMismatch) -> None:
+    """Running requests whose kernels read the span on the host have failed; what they hold, they hold."""
+    for request in state.holders(group.spec.name):
+        if request.phase is Phase.RUNNING and request.chains[chain_number].ordinal(row) is not None:
+            state.notify(state.engine_of(request), failed=RequestFailed(request.request_id, error))
 
 
 def condemn(chain: Chain, row: int) -> None:
@@ -250,8 +258,7 @@ def check_ended(state: State, job: CheckJob, sums: SumArray | None) -> None:
     else:
         state.counters["restart_check"] += len(job.rows)
         bad, error = differing(state, chain, job.page_class, job.asked, sums)
-        for place in bad.tolist():
-            assert error is not None
-            take_out(state, group, job.chain, job.page_class, job.rows[place], error)
+        if error is not None:
+            take_out(state, group, job.chain, job.page_class, [job.rows[place] for place in bad.tolist()], error)
     chain.release_unused(job.rows)
     next_check(state)

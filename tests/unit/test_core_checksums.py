@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvmanager.core.audit import audit
-from kvmanager.core.events import CheckCopies, CopyOutcome, MoverGone, PlanEnded
+from kvmanager.core.events import CheckCopies, Closing, CopyOutcome, MoverGone, PlanEnded
 from kvmanager.core.plans import Purpose
 from kvmanager.core.pool import PageState
 from kvmanager.core.spans import DEVICE, HOST, CopyState
@@ -226,4 +226,28 @@ def test_sums_of_a_page_with_other_content_are_not_used() -> None:
     assert not chain.sums[0].known(used, space.generation[used]).any()
     space.generation[used] -= 1
     assert (chain.table.copies[0, DEVICE, row_of(driver, 0)]) == CopyState.ABSENT
+    driver.leave(client)
+
+
+def test_several_bad_copies_in_one_plan_that_nobody_waits_for_any_more() -> None:
+    """The first one takes the spans below it out of the index: their pages must not be free before they are known."""
+    driver, client = on_the_host()
+    pages = [flip(driver, row_of(driver, span)) for span in range(2)]
+    assert client.open(3, 3 * SPAN, "a").state == "waiting"
+    client.close(3, Closing.ABORTED)
+    client.run()
+    driver.end_all()
+    assert driver.counters["bad_copy"] == 2
+    assert (driver.pool("p/host").spaces["kv"].state[pages] == PageState.QUARANTINED).all()
+    driver.leave(client)
+
+
+def test_several_bad_copies_in_one_check() -> None:
+    driver, client = on_the_host()
+    pages = [flip(driver, row_of(driver, span)) for span in range(3)]
+    checked(driver)
+    assert driver.counters["bad_copy"] == 3
+    assert (driver.pool("p/host").spaces["kv"].state[pages] == PageState.QUARANTINED).all()
+    assert client.open(3, 3 * SPAN, "a").cached_tokens == 0
+    driver.end_all()
     driver.leave(client)
