@@ -24,7 +24,7 @@ from torch import Tensor
 from kvmanager.clients.glm.codec import Fp8Codec
 from kvmanager.clients.glm.gpu.indexer import DEFAULT_INDEX_TILING, IndexTiling, index_scores
 from kvmanager.clients.glm.gpu.pages import DevicePages, device_pages, row_references
-from kvmanager.clients.glm.gpu.sparse_mla import DEFAULT_TILING, Tiling, attend_parts, merge_parts, splits_for
+from kvmanager.clients.glm.gpu.sparse_mla import DEFAULT_TILING, Scores, Tiling, attend_parts, merge_parts, splits_for
 from kvmanager.clients.glm.gpu.topk import TopKWorkspace, top_k
 from kvmanager.geometry import TokenOrder
 from kvmanager.layout import GLM53, Component, KVLayout, Section, indexer_layout, layer_major_layout, native_layout
@@ -43,7 +43,10 @@ POOL_PAGES = 4_592
 LEADER, LAYER = 6, 8
 SCALE = 256**-0.5
 SEQUENTIAL, KEPT = TokenOrder(1, 64), TokenOrder(8, 1)
-TILINGS = (Tiling(64, 8, 2), Tiling(64, 8, 3), Tiling(32, 8, 2), Tiling(32, 8, 3), Tiling(32, 8, 4))
+TILINGS = (
+    Tiling(64, 8, 2), Tiling(64, 8, 3), Tiling(32, 8, 3), Tiling(32, 8, 4),
+    Tiling(32, 8, 2, Scores.COLUMNS), Tiling(32, 8, 3, Scores.COLUMNS),
+)  # fmt: skip
 INDEX_TILINGS = (
     IndexTiling(8), IndexTiling(32), IndexTiling(16, stages=3), IndexTiling(16, stages=6), IndexTiling(16, warps=8),
 )  # fmt: skip
@@ -222,7 +225,7 @@ def _prefill_figures(clock: Clock, rooflines: Rooflines, pool: Pool) -> Iterator
 
 
 def _name(tiling: Tiling) -> str:
-    return f"{tiling.rows} rows x {tiling.warps} warps x {tiling.stages}"
+    return f"{tiling.rows} rows x {tiling.warps} warps x {tiling.stages}, {tiling.scores} scores"
 
 
 class Indexing:

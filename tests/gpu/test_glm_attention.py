@@ -28,7 +28,15 @@ from glm_support import (
 
 from kvmanager.clients.glm.codec import Fp8Codec
 from kvmanager.clients.glm.gpu.pages import device_pages, row_references
-from kvmanager.clients.glm.gpu.sparse_mla import HOT_BIT, INTERPRETED, attend_parts, merge_parts
+from kvmanager.clients.glm.gpu.sparse_mla import (
+    DEFAULT_TILING,
+    HOT_BIT,
+    INTERPRETED,
+    Scores,
+    Tiling,
+    attend_parts,
+    merge_parts,
+)
 from kvmanager.geometry import TokenOrder
 from kvmanager.layout import GLM53, latent_layout, layer_major_layout, native_layout
 
@@ -84,10 +92,14 @@ class Setting:
             results.append(attention(q, self.values[request][selection[selection >= 0].long()]))
         return results
 
-    def attend(self, splits: int, hot: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        self, splits: int, hot: torch.Tensor | None = None, tiling: Tiling = DEFAULT_TILING
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         parts, lses, out, lse = poisoned_outputs(len(self.q), splits)
         hot = self.region if hot is None else hot
-        attend_parts(self.q, self.references, self.counts, self.region, hot, self.row_offset, SCALE, parts, lses)
+        attend_parts(
+            self.q, self.references, self.counts, self.region, hot, self.row_offset, SCALE, parts, lses, tiling
+        )
         merge_parts(parts, lses, out, lse)
         return out, lse
 
@@ -122,6 +134,13 @@ def test_any_number_of_splits(splits: int) -> None:
     setting = Setting("native", ORDERS, LAYERS[-1])
     setting.refer()
     check_attention(*setting.attend(splits), setting.expected())
+
+
+@pytest.mark.parametrize("scores", Scores)
+def test_every_way_to_cut_the_work(scores: Scores) -> None:
+    setting = Setting("native", ORDERS, LAYERS[-1])
+    setting.refer()
+    check_attention(*setting.attend(2, tiling=Tiling(32, 8, 3, scores)), setting.expected())
 
 
 def test_hot_rows_and_resident_rows_come_alike() -> None:

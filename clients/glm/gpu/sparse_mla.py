@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
 import torch
@@ -30,13 +31,24 @@ INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 MATRIX_TYPE: Final = tl.float32 if INTERPRETED else tl.bfloat16
 
 
+class Scores(StrEnum):
+    """How the halves of a block's warps come by a tile's scores: each computes all of them, or its own columns.
+
+    Columns need more shared memory and registers: 64 rows a tile are too many for them.
+    """
+
+    ALL = "all"
+    COLUMNS = "columns"
+
+
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a launch is cut: rows a tile, warps a block, and tiles in flight."""
+    """How a launch is cut: rows a tile, warps a block, tiles in flight, and who computes scores."""
 
     rows: int = 64
     warps: int = 8
     stages: int = 2
+    scores: Scores = Scores.ALL
 
 
 DEFAULT_TILING: Final = Tiling()
@@ -88,7 +100,7 @@ def _latents(row, scale, used, TILE: tl.constexpr, MATRIX: tl.constexpr):
 @triton.jit(do_not_specialize=["splits"])
 def _attend(
     q, references, counts, resident, out, lse, hot_delta: tl.int64, row_offset, reference_stride, scale, splits,
-    TILE: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, MATRIX: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -116,8 +128,17 @@ def _attend(
         ropes = (row + 528).to(tl.pointer_type(tl.bfloat16))
         latents = _latents(row, scales, used, TILE, MATRIX)
         turned = tl.load(ropes[:, None] + tl.arange(0, 64)[None, :], mask=used[:, None], other=0.0).to(MATRIX)
-        s = tl.dot(q_rope, tl.trans(turned))
-        s = tl.dot(q_latent, tl.trans(latents), s)
+        if COLUMNS:
+            # Both conditions always hold. The compiler gives all columns to every warp when it sees that a product
+            # feeds another one; it does not look beyond an `if`.
+            s = tl.zeros((64, TILE), tl.float32)
+            if at < last:
+                s = tl.dot(q_rope, tl.trans(turned), s)
+            if at < count:
+                s = tl.dot(q_latent, tl.trans(latents), s)
+        else:
+            s = tl.dot(q_rope, tl.trans(turned))
+            s = tl.dot(q_latent, tl.trans(latents), s)
         s = tl.where(used[None, :], s * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         # Where no row counts yet, any finite reference point will do: -inf minus -inf would be NaN.
@@ -201,7 +222,8 @@ def attend_parts(
         return
     _attend[(queries, splits)](
         q, references, counts, resident.view(torch.uint8), out, lse, hot_delta, row_offset, references.stride(0),
-        scale * _LOG2E, splits, TILE=tiling.rows, STAGES=tiling.stages, MATRIX=MATRIX_TYPE, num_warps=tiling.warps,
+        scale * _LOG2E, splits, TILE=tiling.rows, STAGES=tiling.stages, MATRIX=MATRIX_TYPE,
+        COLUMNS=tiling.scores is Scores.COLUMNS, num_warps=tiling.warps,
     )  # fmt: skip
 
 
