@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 
 from kvmanager.core.audit import audit
-from kvmanager.core.events import CheckCopies, Closing, CopyOutcome, MoverGone, PlanEnded
+from kvmanager.core.events import CheckCopies, Closing, CopyOutcome, MoverGone, PlanEnded, ResidencyRows
 from kvmanager.core.plans import Purpose
 from kvmanager.core.pool import PageState
 from kvmanager.core.spans import DEVICE, HOST, CopyState
 from kvmanager.core.spec import Limits
 from kvmanager.errors import ChecksumMismatch
 from tests.sim.bytes_driver import BytesClient, BytesDriver, start
+from tests.sim.driver import Client, Driver
+from tests.sim.worlds import SOURCE_ORDER, Regions, hisparse
 
 SPAN = 512
 ALL = Limits(checksums=1)
@@ -251,3 +253,56 @@ def test_several_bad_copies_in_one_check() -> None:
     assert client.open(3, 3 * SPAN, "a").cached_tokens == 0
     driver.end_all()
     driver.leave(client)
+
+
+def test_a_bad_mirror_of_a_resident_span_is_written_anew_and_the_worker_hears_of_it() -> None:
+    driver, client, rows = mirrored(40)
+    told = rows.host.tolist()
+    wrong_check(driver)
+    assert driver.counters["bad_copy"] == 9
+    driver.end_all()
+    (again,) = client.step().residency
+    assert set(again.host.tolist()).isdisjoint(told), "other pages of the host"
+    assert (again.host >= 0).all()
+    assert driver.pages("d/host", PageState.QUARANTINED) == 9
+    driver.leave(client)
+
+
+def test_a_request_that_reads_a_bad_copy_on_the_host_has_failed() -> None:
+    driver, client, _ = mirrored(20)
+    client.open(2, 30, "b")  # pressure: the first one's pages leave the device, tail first
+    for _ in range(4):
+        client.step()
+        client.run()
+        driver.end_all()
+    table = driver.node.state.groups["d"].chains[0].table
+    gone = int(((table.copies[0, DEVICE] == CopyState.ABSENT) & table.live).sum())
+    assert gone > 0, driver.counters
+    seen = len(driver.notices)
+    wrong_check(driver)
+    told = [notice.failed for notice in driver.notices[seen:] if notice.failed]
+    assert {failed.request_id for failed in told} == {1}
+    assert isinstance(told[0].error, ChecksumMismatch)
+    driver.leave(client)
+    assert driver.pages("d/host", PageState.QUARANTINED) > 0
+
+
+def mirrored(slabs: int) -> tuple[Driver, Client, ResidencyRows]:
+    """A running request of a decode rank whose nine sealed spans have mirrors with sums."""
+    driver = Driver([hisparse(Regions({}), "d", slabs, 200, SOURCE_ORDER, 2)], ALL)
+    client = Client(driver, "d")
+    client.open(1, 37, "a", growth=8)
+    client.commit(1, 37, capacity=40)
+    client.run()
+    driver.end_all()
+    (rows,) = client.step().residency
+    return driver, client, rows
+
+
+def wrong_check(driver: Driver) -> None:
+    """All that is checked after a restart is wrong."""
+    driver.apply(CheckCopies(100, 10**12))
+    while checks := [plan for plan in driver.plans.values() if plan.purpose is Purpose.CHECK]:
+        plan = driver.plans.pop(checks[0].plan_id)
+        assert plan.sums is not None
+        driver.apply(PlanEnded(plan.plan_id, CopyOutcome.DONE, None, driver.sums(plan.sums) + np.uint64(1)))
