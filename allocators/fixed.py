@@ -80,6 +80,18 @@ class FixedPages:
         self._cut(0, last, rest)
         return pages
 
+    def take_range(self, first: int, end: int) -> None:
+        """Takes pages [first, end), all of which must be free: anything else is our own bug."""
+        assert 0 <= first < end <= self.pages, f"pages {first} to {end} of {self.pages}"
+        at = int(np.searchsorted(self._starts, first, side="right")) - 1
+        assert at >= 0, f"page {first} is not free"
+        start, stop = int(self._starts[at]), int(self._ends[at])
+        assert end <= stop, f"pages {first} to {end} are not all free"
+        rest = np.array([(a, b) for a, b in ((start, first), (end, stop)) if a < b], np.int64).reshape(-1, 2)
+        self._starts = np.concatenate((self._starts[:at], rest[:, 0], self._starts[at + 1 :]))
+        self._ends = np.concatenate((self._ends[:at], rest[:, 1], self._ends[at + 1 :]))
+        self.free -= end - first
+
     def _take_one(self) -> PageArray:
         """The lowest free page."""
         starts = self._starts
@@ -161,6 +173,11 @@ class FixedPages:
         """Whether `page` is free."""
         at = int(np.searchsorted(self._starts, page, side="right")) - 1
         return at >= 0 and bool(page < self._ends[at])
+
+    def free_in(self, first: int, end: int) -> int:
+        """How many pages of [first, end) are free."""
+        overlaps = np.minimum(self._ends, end) - np.maximum(self._starts, first)
+        return int(np.maximum(overlaps, 0).sum())
 
     def free_pages(self) -> PageArray:
         """All free page indexes, ascending (for the audit)."""

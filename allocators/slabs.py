@@ -41,6 +41,18 @@ class Slabs:
         """Slabs that no class owns."""
         return self._whole.free
 
+    def hide(self, first: int, end: int) -> None:
+        """Takes slabs [first, end), all of them free, out of use."""
+        self._whole.take_range(first, end)
+
+    def show(self, first: int, end: int) -> None:
+        """Puts slabs [first, end), all of them hidden, into use."""
+        self._whole.give(np.arange(first, end, dtype=np.int64))
+
+    def free_range(self, first: int, end: int) -> bool:
+        """Whether slabs [first, end) are all free and in use."""
+        return self._whole.free_in(first, end) == end - first
+
     def opened(self, page_class: str) -> int:
         """Free pages of a class inside slabs that it owns already."""
         return self._opened[page_class]

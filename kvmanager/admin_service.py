@@ -217,9 +217,10 @@ def _map(node: Node, name: str) -> pb.MapReply:
 
 
 def _map_pool(group: Group, pool: Pool) -> pb.MapReply:
-    states = np.zeros(pool.capacity_units, np.uint8)
-    classes = np.full(pool.capacity_units, UNASSIGNED, np.uint8)
-    pins = np.zeros(pool.capacity_units, np.uint32)
+    numbered = pool.numbered_slabs * pool.units_per_slab
+    states = np.zeros(numbered, np.uint8)
+    classes = np.full(numbered, UNASSIGNED, np.uint8)
+    pins = np.zeros(numbered, np.uint32)
     names = list(pool.spaces)
     for number, space in enumerate(pool.spaces.values()):
         taken = np.flatnonzero(space.state != PageState.FREE)

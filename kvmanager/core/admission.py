@@ -261,13 +261,13 @@ def _check_pool(
     owed: slabs promised to others; below zero where less is promised than may be. first: those who go first wait for.
     """
     needed, later = demand
-    if needed > pool.slabs:
+    if needed > pool.most_slabs:
         raise PoolExhausted(
-            f"pool {pool.name} of {group.spec.name} has {pool.slabs} pages in all, the request needs {needed}: "
+            f"pool {pool.name} of {group.spec.name} has {pool.most_slabs} pages in all, the request needs {needed}: "
             "make the pool larger or the request shorter",
             pool=pool.name,
             needed=needed,
-            free=pool.slabs,
+            free=pool.most_slabs,
         )
 
     def enough(reachable: int) -> bool:
@@ -278,6 +278,9 @@ def _check_pool(
     reachable = pool.free_slabs + reclaimable_slabs(group, pool)
     if enough(reachable):
         return
+    lender, lacking = state.lenders.get(pool.name), needed + max(owed, -later) + first - reachable
+    if lender is not None and lender.fetch(pool, lacking):
+        return  # they are the pool's from now on, so that what is promised here nobody else can be promised
     give_way(state, group, pool, needed - max(reachable - max(owed, 0) - first, 0))
     raise exhausted(state, group, pool, needed, max(min(reachable, reachable - owed) - first, 0))
 

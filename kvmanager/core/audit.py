@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvmanager.core.chainaudit import ChainAudit
+from kvmanager.core.extents import PoolExtents, region_story
 from kvmanager.core.group import Group
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.request import Phase, Request
@@ -33,6 +34,7 @@ def ledger_holds(pool: Pool) -> bool:
 def audit(state: State) -> None:
     """Checks everything. Raises InvariantViolation."""
     _audit_attaches(state)
+    _audit_regions(state)
     for group in state.groups.values():
         chains = [ChainAudit(chain, f"{group.spec.name}/{chain.spec.name}") for chain in group.chains]
         requests = state.holders(group.spec.name)
@@ -46,6 +48,15 @@ def audit(state: State) -> None:
             chain_audit.index()
             _audit_holders(state, group, number, requests)
             chain_audit.copies()
+
+
+def _audit_regions(state: State) -> None:
+    """Every byte of a shared region is some pool's, nobody's, or left over at an extent's end."""
+    for region in state.regions.values():
+        pools = {name: pool for group in state.groups.values() for name, pool in group.pools.items()}
+        specs = [spec for group in state.groups.values() for spec in group.spec.pools if spec.name in region.pools]
+        story = region_story(region, pools, {spec.name: PoolExtents.of(spec) for spec in specs})
+        _check(not story, story)
 
 
 def _audit_attaches(state: State) -> None:

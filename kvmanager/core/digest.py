@@ -16,7 +16,7 @@ import numpy as np
 
 from kvmanager.core.state import State
 
-_LEFT_OUT = frozenset({"now", "effects", "reclaimers"})
+_LEFT_OUT = frozenset({"now", "effects", "reclaimers", "lenders"})
 """Of `State`: the clock, which every event sets before it is read; what is handed out; what follows from the rest."""
 _SCALARS = (int, float, bool, str, bytes, type(None))
 _MARSHAL = 2

@@ -113,6 +113,7 @@ class Pool:
 
     `unit_bytes`: bytes of one accounting unit on one rank (the finest page class). `promised_slabs`: promised to
     admitted requests and not taken yet (an overlay). `overbooked_slabs`: how many may be promised beyond what is there.
+    `most_slabs`: as many as can ever be the pool's.
     """
 
     def __init__(
@@ -134,6 +135,21 @@ class Pool:
         self.spaces = {c: PageSpace(f"{name}/{c}", slabs * n, finest // n) for c, n in per_slab.items()}
         self.promised_slabs = 0
         self.overbooked_slabs = 0
+        self.most_slabs = slabs
+
+    def hide(self, first: int, end: int) -> None:
+        """Slabs [first, end), all free, are no longer the pool's."""
+        self._slabs.hide(first, end)
+        self.capacity_units -= (end - first) * self.units_per_slab
+
+    def show(self, first: int, end: int) -> None:
+        """Slabs [first, end), which were not the pool's, are."""
+        self._slabs.show(first, end)
+        self.capacity_units += (end - first) * self.units_per_slab
+
+    def is_free(self, first: int, end: int) -> bool:
+        """Whether slabs [first, end) are the pool's and all free."""
+        return self._slabs.free_range(first, end)
 
     def take(self, page_class: str, count: int) -> PageArray | None:
         """`count` pages, reserved, with a new generation each; None when they don't fit."""
@@ -174,7 +190,12 @@ class Pool:
 
     @property
     def slabs(self) -> int:
-        """Slabs (pages, in a pool of one class) in all."""
+        """Slabs (pages, in a pool of one class) that are the pool's now."""
+        return self.capacity_units // self.units_per_slab
+
+    @property
+    def numbered_slabs(self) -> int:
+        """Slabs that it has numbers for: more than `slabs` where it shares a region (`core.extents`)."""
         return self._slabs.slabs
 
     @property
@@ -218,9 +239,9 @@ class Pool:
         if self.per_slab(page_class) == 1:
             return np.cumsum(np.bincount(at, minlength=steps))
         slabs = pages // self.per_slab(page_class)
-        last = np.full(self.slabs, -1, np.int64)
+        last = np.full(self.numbered_slabs, -1, np.int64)
         np.maximum.at(last, slabs, at)
-        emptied = np.bincount(slabs, minlength=self.slabs) == self.used_in_slabs(page_class)
+        emptied = np.bincount(slabs, minlength=self.numbered_slabs) == self.used_in_slabs(page_class)
         return np.cumsum(np.bincount(last[emptied & (last >= 0)], minlength=steps))
 
     def per_slab(self, page_class: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -115,12 +116,27 @@ def reclaimable_slabs(group: Group, pool: Pool) -> int:
                 total += int(chain.widths(np.flatnonzero(rows)).sum())
                 continue
             pages = table.pages[page_class, tier, rows].ravel()
-            found = np.bincount(pages[pages != NO_PAGE] // pool.per_slab(name), minlength=pool.slabs)
+            found = np.bincount(pages[pages != NO_PAGE] // pool.per_slab(name), minlength=pool.numbered_slabs)
             counts[name] = counts.get(name, 0) + found
     for name, count in counts.items():
         used = pool.used_in_slabs(name)
         total += int(((used > 0) & (count == used)).sum())
     return total
+
+
+def can_lose(group: Group, chain: Chain, page_class: int, tier: int) -> BoolArray:
+    """Spans that could give up their copy of a class in a tier now, dropped or forgotten (bool[rows])."""
+    rows = evictable(chain) | droppable(chain, page_class, tier)
+    keeps = _kept(group, chain)
+    return rows if keeps is None else rows & ~keeps
+
+
+class Lender(Protocol):
+    """Gets further slabs for a pool that shares a region (`core.lending`)."""
+
+    def borrow(self, pool: Pool, lacking: int) -> None:
+        """As many as it lacks, as far as that costs less than what the pool would lose itself."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -203,6 +219,8 @@ class Reclaimer:
         self._group = group
         self._counters = counters
         self._now = now
+        self.lenders: Mapping[str, Lender] = {}
+        """By pool; none for a pool that has its region for itself."""
 
     def take(self, pool: Pool, page_class: str, count: int) -> PageArray | None:
         """`count` reserved pages, reclaiming as needed; None when even that is not enough."""
@@ -216,9 +234,34 @@ class Reclaimer:
         lacking = pool.lacking_slabs(want)
         if lacking <= 0:
             return True
+        if self.borrow(pool, lacking):
+            lacking = pool.lacking_slabs(want)
+        if lacking <= 0:
+            return True
         if lacking > reclaimable_slabs(self._group, pool):
             return False  # forgetting all that may be forgotten would not help, so nothing is
         return self._free(pool, want)
+
+    def borrow(self, pool: Pool, lacking: int) -> bool:
+        """Asks for further slabs where the pool shares a region; whether there was somebody to ask."""
+        lender = self.lenders.get(pool.name)
+        if lender is None or lacking <= 0:
+            return False
+        lender.borrow(pool, lacking)
+        return True
+
+    def losses_of(self, chain: Chain, page_class: int, rows: RowArray) -> Losses:
+        """What is lost when these spans, all of which can, give up their host copies of a class."""
+        stays = np.zeros(len(chain.table.live), bool)
+        stays[rows] = droppable(chain, page_class, HOST)[rows]
+        forgotten = np.zeros(len(stays), bool)
+        forgotten[rows] = ~stays[rows]
+        if forgotten.any():
+            forgotten = self._leads_to(chain, forgotten, evictable(chain))
+            stays &= ~forgotten
+        every = np.flatnonzero(stays | forgotten)
+        every = every[np.argsort(-chain.table.first_token[every], kind="stable")]  # children before their parents
+        return Losses(every, stays[every])
 
     def trim(self, pool: Pool, free_slabs: int) -> None:
         """Frees until `free_slabs` slabs are free, or nothing more may go."""

@@ -79,8 +79,26 @@ class ChainSpec:
 
 
 @dataclass(frozen=True)
+class ExtentSpec:
+    """A pool's part in a host region that it shares (`core.extents`). floor, ceiling: least and most extents it owns.
+
+    Every rank has a region of `extents` extents, and an extent means the same place on all of them.
+    """
+
+    region: str
+    ranks: int
+    extents: int
+    extent_bytes: int
+    floor: int
+    ceiling: int
+
+
+@dataclass(frozen=True)
 class PoolSpec:
-    """A pool: `slabs` slabs on each of `ranks` ranks; `per_slab[c]` pages of class c fill one."""
+    """A pool: `slabs` slabs on each of `ranks` ranks; `per_slab[c]` pages of class c fill one.
+
+    `extents`: it owns only parts of the slabs, which change.
+    """
 
     name: str
     tier: str
@@ -88,6 +106,7 @@ class PoolSpec:
     slabs: int
     slab_bytes: int
     per_slab: tuple[tuple[str, int], ...]
+    extents: ExtentSpec | None = None
 
 
 @dataclass(frozen=True)

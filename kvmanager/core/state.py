@@ -19,7 +19,9 @@ from kvmanager.core.events import (
     StepDone,
     TicketInfo,
 )
+from kvmanager.core.extents import shared_regions
 from kvmanager.core.group import Chain, Group
+from kvmanager.core.lending import Lending
 from kvmanager.core.pool import PageState
 from kvmanager.core.reclaim import Reclaimer
 from kvmanager.core.request import Request
@@ -34,7 +36,7 @@ COUNTERS = (
     "quarantined_copy", "request", "step", "partial_span_tokens", "writeback_retry", "writeback_given_up",
     "host_reclaim", "host_eviction", "writeback_bypass", "writeback_again", "writeback_cancelled", "summed_page",
     "checked_page", "bad_copy", "bad_pull", "restart_check",
-    "acquire", "acquired_tokens", "store", "stored_tokens", "failed_load", "expired_lease",
+    "acquire", "acquired_tokens", "store", "stored_tokens", "failed_load", "expired_lease", "extent_move",
 )
 
 
@@ -220,7 +222,11 @@ class State:
         for group in groups:
             group.tenants = self.tenants
         self.counters = dict.fromkeys(COUNTERS, 0)
+        self.regions = shared_regions([pool for group in groups for pool in group.spec.pools])
         self.reclaimers = self._reclaimers()
+        self.lenders = self._lenders()
+        for lending in set(self.lenders.values()):
+            lending.carve()
         self.engines: dict[str, Engine] = {}
         self.retired: dict[tuple[str, int], Engine] = {}  # replaced or suspect epochs whose processes may still live
         self.timelines: dict[int, int] = {}
@@ -245,15 +251,26 @@ class State:
             for name, group in self.groups.items()
         }
 
+    def _lenders(self) -> dict[str, Lending]:
+        """By pool that shares a region: who moves its extents."""
+        lenders: dict[str, Lending] = {}
+        for region in self.regions.values():
+            lending = Lending(region, self.groups, self.reclaimers, self.counters, self.limits.overcommit)
+            lenders.update(dict.fromkeys(region.pools, lending))
+        for reclaimer in self.reclaimers.values():
+            reclaimer.lenders = lenders
+        return lenders
+
     def __getstate__(self) -> dict[str, Any]:
         """All but what follows from the rest."""
         assert not self.effects, "a state is stored between two events"
-        return {name: value for name, value in vars(self).items() if name not in ("reclaimers", "effects")}
+        return {name: value for name, value in vars(self).items() if name not in ("reclaimers", "lenders", "effects")}
 
     def __setstate__(self, stored: dict[str, Any]) -> None:
         vars(self).update(stored)
         self.effects = []
         self.reclaimers = self._reclaimers()
+        self.lenders = self._lenders()
 
     def engine(self, name: str, epoch: int) -> Engine:
         """The live engine of that epoch; typed errors for anything else."""

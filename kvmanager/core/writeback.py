@@ -207,6 +207,7 @@ def _take_together(state: State, group: Group, chain: Chain, rows: list[int]) ->
     table = chain.table
     index = np.asarray(rows, np.int64)
     lacks = [_lack(chain, c, index) for c in range(table.classes)]
+    _borrow(state, group, chain, index)
     idle_rows = bool(((table.pins[index] == 0) & (table.busy[index] == 0)).any())
     # In flight from here on: what is chosen must not rely on anything that this keeps in place.
     for lacking in lacks:
@@ -227,6 +228,16 @@ def _take_together(state: State, group: Group, chain: Chain, rows: list[int]) ->
             assert pages is not None
             chain.put_many(c, HOST, some, pages)
     return choice
+
+
+def _borrow(state: State, group: Group, chain: Chain, rows: RowArray) -> None:
+    """Where a host pool shares its region and lacks room for these spans, it may get more of it."""
+    for c in range(chain.table.classes):
+        lacking = rows[_lack(chain, c, rows)] if chain.has_host(c) else rows[:0]
+        pool = chain.pool(c, HOST) if len(lacking) else None
+        if pool is not None and pool.name in state.lenders:
+            want = Want({chain.page_class(c).name: int(chain.widths(lacking).sum())})
+            state.reclaimers[group.spec.name].borrow(pool, pool.lacking_slabs(want))
 
 
 def _take_in_turn(state: State, group: Group, number: int) -> list[int]:

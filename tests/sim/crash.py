@@ -152,3 +152,4 @@ def _move_in(old: Node, new: Node) -> None:
         vars(known).update(vars(group))
         new.state.groups[name] = known
     new.state.reclaimers = new.state._reclaimers()
+    new.state.lenders = new.state._lenders()

@@ -30,6 +30,7 @@ from kvmanager.core.events import (
     TimelinesRead,
 )
 from kvmanager.core.pool import PageState
+from kvmanager.core.spec import Placement
 from kvmanager.errors import (
     CapacityError,
     InvalidArgument,
@@ -417,7 +418,8 @@ class SimEngine:
         answer = self.world.apply(ExportRequestKV(self.name, self.epoch, request.request_id, ticket_id))
         if isinstance(answer, NotReady):
             return
-        if self.spec.sparse is not None or len(self.spec.chains) > 1:
+        sharded = self.spec.chains[0].placement is Placement.SHARDED
+        if self.spec.sparse is not None or len(self.spec.chains) > 1 or not sharded:
             assert isinstance(answer, InvalidArgument)
             return
         assert isinstance(answer, Exported), answer

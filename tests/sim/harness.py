@@ -86,12 +86,13 @@ class World:
         self.late: list[Flight] = []  # reported as of unknown fate; their bytes may still arrive
         self.pulls: dict[int, pulls.Pull] = {}
         self.inbox: dict[tuple[str, int], list[Notified]] = {}
-        self.uses: dict[int, RegionUse] = {}
+        self.uses: dict[int, list[RegionUse]] = {}
         for group in self.node.state.groups.values():
             self._describe(group)
         self._residents = {
-            (use.pool, c.name): [(r, u) for r, u in self.uses.items() if u.pool == use.pool]
-            for use in self.uses.values()
+            (use.pool, c.name): [(r, u) for r, uses in self.uses.items() for u in uses if u.pool == use.pool]
+            for uses in self.uses.values()
+            for use in uses
             for c in self._classes(use)
         }
         self.rot = rot.Rot()
@@ -112,9 +113,21 @@ class World:
             shares = chain.spec.ranks if chain.spec.placement is Placement.REPLICATED else 1
             for c in chain.spec.classes:
                 for region in c.device_regions:
-                    self.uses.setdefault(region, RegionUse(group, c.device_pool, c))
+                    self.uses.setdefault(region, [RegionUse(group, c.device_pool, c)])
                 for share, region in enumerate(c.host_regions):
-                    self.uses[region] = RegionUse(group, c.host_pool, c, share if shares > 1 else 0, shares)
+                    use = RegionUse(group, c.host_pool, c, share if shares > 1 else 0, shares)
+                    self.uses.setdefault(region, []).append(use)
+
+    def _use(self, region: int, offset: int) -> RegionUse:
+        """Whose page lies there now."""
+        uses = self.uses[region]
+        if len(uses) == 1:
+            return uses[0]
+        state = self.node.state
+        (shared,) = {state.lenders[use.pool].region.name for use in uses}
+        extents = state.regions[shared]
+        owner = int(extents.owner[offset // extents.extent_bytes])
+        return next(use for use in uses if extents.number(use.pool) == owner)
 
     # ------------------------------------------------------------------------------ events
 
@@ -194,7 +207,9 @@ class World:
         found = []
         for c in copies:
             for region, offsets in ((c.source_region, c.source_offsets), (c.target_region, c.target_offsets)):
-                use = self.uses[region]
+                if len(offsets) == 0:
+                    continue
+                use = self._use(region, int(offsets[0]))
                 size = use.page_class.page_bytes
                 pages = 1 if c.counts else max(1, -(-c.row_bytes // size))
                 first = offsets // size
@@ -260,7 +275,7 @@ class World:
             if (claim.pool.spaces[claim.page_class].state[claim.pages] != PageState.QUARANTINED).any():
                 raise WrongKV(f"late bytes of a pull land in pages of {claim.pool.name} that are in use again")
         for c in flight.plan.pieces():
-            use = self.uses[c.target_region]
+            use = self._use(c.target_region, int(c.target_offsets[0]))
             size = use.page_class.page_bytes
             pages = (c.target_offsets[:, None] // size + np.arange(max(1, c.row_bytes // size))).ravel()
             state = use.group.pools[use.pool].spaces[use.page_class.name].state[pages * use.stride + use.share]

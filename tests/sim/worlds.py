@@ -7,7 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec, SparseSpec, TenantSpec
+from kvmanager.core.spec import (
+    ChainSpec,
+    ExtentSpec,
+    GroupSpec,
+    Limits,
+    PageClass,
+    Placement,
+    PoolSpec,
+    SparseSpec,
+    TenantSpec,
+)
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.layout import KVFormat, indexer_layout, latent_layout, native_layout
 from tests.sim.content import PAGE_ROWS
@@ -81,9 +91,11 @@ def two_chains(regions: Regions, name: str, pages: int, host_pages: int, ranks: 
     return GroupSpec(name, ranks, PAGE_ROWS, FORMAT, (main, chain), pools + more)
 
 
-def replicated(regions: Regions, name: str, pages: int, host_pages: int, ranks: int) -> GroupSpec:
+def replicated(
+    regions: Regions, name: str, pages: int, host_pages: int, ranks: int, kv_format: KVFormat = FORMAT
+) -> GroupSpec:
     """Like a TP or PCP engine's group: every rank holds all tokens, the host holds them once."""
-    layout = native_layout(FORMAT, PAGE_ROWS)
+    layout = native_layout(kv_format, PAGE_ROWS)
     device = regions.add(ranks, pages * layout.page_bytes)
     host = regions.add(ranks, -(-host_pages // ranks) * layout.page_bytes)
     hbm, ram = f"{name}/hbm", f"{name}/host"
@@ -94,7 +106,7 @@ def replicated(regions: Regions, name: str, pages: int, host_pages: int, ranks: 
         PoolSpec(hbm, "device", ranks, pages, layout.page_bytes, one),
         PoolSpec(ram, "host", 1, host_pages, layout.page_bytes, one),
     )
-    return GroupSpec(name, ranks, PAGE_ROWS, FORMAT, (chain,), pools)
+    return GroupSpec(name, ranks, PAGE_ROWS, kv_format, (chain,), pools)
 
 
 def hisparse(
@@ -113,6 +125,27 @@ def hisparse(
         PoolSpec(ram, "host", 1, host_pages, slab, (("latent", 1),)),
     )
     return GroupSpec(name, 1, PAGE_ROWS, FORMAT, (chain,), pools, SparseSpec("latent", "hot", hot))
+
+
+def sharing(
+    regions: Regions, groups: list[GroupSpec], extents: int, extent_bytes: int, limits: list[tuple[int, int]]
+) -> list[GroupSpec]:
+    """The same groups with their host pools in one region a rank. `limits`: (floor, ceiling) in extents, by group."""
+    ranks = groups[0].ranks
+    shared = regions.add(ranks, extents * extent_bytes)
+    made = []
+    for group, (floor, ceiling) in zip(groups, limits, strict=True):
+        (chain,) = group.chains
+        part = ExtentSpec("ram", ranks, extents, extent_bytes, floor, ceiling)
+        classes = tuple(replace(c, host_regions=shared) if c.host_pool else c for c in chain.classes)
+        pools = tuple(
+            replace(p, slabs=extents * extent_bytes // p.slab_bytes * (ranks // p.ranks), extents=part)
+            if p.tier == "host"
+            else p
+            for p in group.pools
+        )
+        made.append(replace(group, chains=(replace(chain, classes=classes),), pools=pools))
+    return made
 
 
 Nodes = list[list[GroupSpec]]
@@ -156,9 +189,27 @@ def _tenants(regions: Regions, draw: random.Random) -> Nodes:
     return [[sharded(regions, "main", draw.randint(10, 18), draw.choice((8, 20, 50)))]]
 
 
+def _shared(regions: Regions, draw: random.Random) -> Nodes:
+    """Two models with pages of unlike sizes, one of them held once for all ranks, in one host region a rank."""
+    large = sharded(regions, "large", draw.randint(8, 14), 0, 2)
+    small = replicated(regions, "small", draw.randint(10, 20), 0, 2, DRAFT)
+    extent = 3 * large.pools[0].slab_bytes + draw.choice((0, 8))
+    extents = draw.randint(3, 10)
+    limits = [(draw.randint(0, 1), draw.randint(extents // 2 + 1, extents)) for _ in range(2)]
+    return [sharing(regions, [large, small], extents, extent, limits)]
+
+
+def _shared_decode(regions: Regions, draw: random.Random) -> Nodes:
+    """Two decode ranks whose latents are promised places in one host region."""
+    groups = [hisparse(regions, name, draw.randint(30, 60), 1, SEQUENTIAL) for name in ("left", "right")]
+    extents = draw.randint(10, 24)
+    limits = [(draw.randint(0, 3), draw.randint(extents // 2 + 1, extents)) for _ in range(2)]
+    return [sharing(regions, groups, extents, 8 * groups[0].pools[1].slab_bytes, limits)]
+
+
 KINDS: dict[str, Callable[[Regions, random.Random], Nodes]] = {
     "sharded": _one_sharded, "two-chains": _two_chains, "handoff": _handoff, "many": _many,
-    "overbooked": _overbooked, "tenants": _tenants,
+    "overbooked": _overbooked, "tenants": _tenants, "shared": _shared, "shared-decode": _shared_decode,
 }  # fmt: skip
 _TENANTS = (TenantSpec("a", floor=0.3), TenantSpec("b", ceiling=0.6, priority=1))
 _OTHER_LIMITS: dict[str, dict[str, Any]] = {
