@@ -12,6 +12,7 @@ from kvmanager import __version__
 from kvmanager.callers import Callers, typed
 from kvmanager.core.audit import ledger_holds
 from kvmanager.core.events import Reset, ResetDone
+from kvmanager.core.extents import SharedRegion
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.node import Node
 from kvmanager.core.pool import PageState, Pool
@@ -99,7 +100,8 @@ class AdminService(pb_grpc.AdminServicer):
         self._callers.who(context, *ROLES)
         return self._loop.inspect(
             lambda node: pb.PoolsReply(
-                pools=[_pool(g, p) for g in node.state.groups.values() for p in g.pools.values()]
+                pools=[_pool(g, p) for g in node.state.groups.values() for p in g.pools.values()],
+                regions=[_shared_region(node, region) for region in node.state.regions.values()],
             )
         )
 
@@ -145,9 +147,11 @@ class AdminService(pb_grpc.AdminServicer):
 
 def _status(node: Node) -> pb.StatusReply:
     state = node.state
+    pools = {name: pool for group in state.groups.values() for name, pool in group.pools.items()}
     reply = pb.StatusReply(
         counters=state.counters,
-        ledger_ok=all(ledger_holds(pool) for group in state.groups.values() for pool in group.pools.values()),
+        ledger_ok=all(map(ledger_holds, pools.values()))
+        and all(region.account(pools).total_bytes == region.capacity_bytes for region in state.regions.values()),
     )
     for engine in state.all_engines():
         reply.engines.add(
@@ -188,6 +192,23 @@ def _pool(group: Group, pool: Pool) -> pb.PoolStatus:
         pages_by_class={
             name: space.pages - space.counts[PageState.FREE] for name, space in pool.spaces.items()
         },
+    )
+
+
+def _shared_region(node: Node, region: SharedRegion) -> pb.SharedRegionStatus:
+    account = region.account({name: p for group in node.state.groups.values() for name, p in group.pools.items()})
+    return pb.SharedRegionStatus(
+        name=region.name,
+        ranks=region.ranks,
+        capacity_bytes=region.capacity_bytes,
+        extent_bytes=region.extent_bytes,
+        unowned_bytes=account.unowned_bytes,
+        unusable_bytes=account.unusable_bytes,
+        moves=region.moves,
+        pools=region.pools,
+        owners=pack_u32(region.owner.astype(np.uint32)),
+        floor_extents=pack_u32(region.floors),
+        most_extents=pack_u32([region.most_extents(pool) for pool in region.pools]),
     )
 
 

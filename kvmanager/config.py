@@ -23,9 +23,10 @@ from kvmanager.core.spec import Inclusion
 from kvmanager.errors import ConfigError
 from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
 from kvmanager.groupchecks import check_group, check_keys_of_kind
+from kvmanager.hostregions import HostShare, shared_host_regions
 from kvmanager.layout import KVFormat, format_named
-from kvmanager.transport.pacing import LinkRates
-from kvmanager.units import MIB, MILLISECOND_NS, format_bytes
+from kvmanager.moverconfig import MoverSection
+from kvmanager.units import MILLISECOND_NS, format_bytes
 
 HOUR_MS: Final = 3_600_000
 
@@ -88,32 +89,6 @@ class FenceSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoverSection:
-    """`[mover]`: staging for pulls, in chunks of `chunk_bytes`; rates of its links in GB/s (1e9 bytes), 0: no limit.
-
-    both_ways_gb_per_s: what write-back keeps to in sum with all else, so that it takes what onboarding leaves.
-    """
-
-    staging_bytes: int = 64 * MIB
-    chunk_bytes: int = 8 * MIB
-    pull_deadline_ms: int = 20_000
-    to_host_gb_per_s: float = 0.0
-    to_device_gb_per_s: float = 0.0
-    both_ways_gb_per_s: float = 0.0
-
-    @property
-    def rates(self) -> LinkRates:
-        """The links' rates in bytes a second."""
-        rates = (self.to_host_gb_per_s, self.to_device_gb_per_s, self.both_ways_gb_per_s)
-        return LinkRates(*(round(rate * 1e9) for rate in rates))
-
-    @property
-    def pull_deadline_ns(self) -> int:
-        """Our own limit on one pull: a hung peer never errors."""
-        return self.pull_deadline_ms * MILLISECOND_NS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionSection:
     """`[admission]`: how much may be promised at once."""
 
@@ -158,7 +133,9 @@ class GroupSection:
     """`[[group]]`: one memory group.
 
     Shards of a DCP engine, equal copies on all its ranks, a HiSparse decode rank, or a cache in host memory for engines
-    with device memory of their own. The last four fields hold only for kind "hisparse" (0 in the others).
+    with device memory of their own. token_order to hot_rows hold only for kind "hisparse" (0 in the others). Groups of
+    one `host_region` share what their `host_bytes_per_rank` sum up to; host_floor, host_ceiling: shares of that (see
+    `kvmanager.hostregions`).
     """
 
     name: str
@@ -173,6 +150,10 @@ class GroupSection:
     source_ranks: int = 0
     source_interleave: int = 0
     hot_rows: int = 0
+    host_region: str = ""
+    host_floor: float = 0.0
+    host_ceiling: float = 1.0
+    host_extent_bytes: int = 0
 
     @property
     def kv_format(self) -> KVFormat:
@@ -205,6 +186,12 @@ class GroupSection:
     def host_units(self) -> int:
         """Whole pages or slabs in one rank's host pool."""
         return self.host_bytes_per_rank // self.unit_bytes
+
+    @property
+    def host_share(self) -> HostShare:
+        """What it says of a host region that it shares."""
+        limits = self.host_floor, self.host_ceiling, self.host_extent_bytes
+        return HostShare(self.name, self.ranks, self.unit_bytes, self.host_bytes_per_rank, self.host_region, *limits)
 
     @property
     def hot_slabs(self) -> int:
@@ -377,6 +364,10 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "source_ranks": parse.count(1),
         "source_interleave": parse.count(1),
         "hot_rows": parse.count(1),
+        "host_region": parse.text,
+        "host_floor": parse.share,
+        "host_ceiling": parse.share,
+        "host_extent_bytes": parse.size,
     },
 }
 
@@ -438,6 +429,7 @@ def _groups(tables: object) -> tuple[GroupSection, ...]:
         if any(group.name == other.name for other in groups):
             raise ConfigError(f"{where} number {place}: the name is taken by an earlier group")
         groups.append(group)
+    shared_host_regions([group.host_share for group in groups])
     return tuple(groups)
 
 

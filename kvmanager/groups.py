@@ -17,6 +17,7 @@ from kvmanager.core.spec import (
     TenantSpec,
 )
 from kvmanager.geometry import SEQUENTIAL
+from kvmanager.hostregions import HostRegion, in_extents, shared_host_regions
 from kvmanager.layout import indexer_layout, latent_layout, native_layout, plain_layout
 from kvmanager.transport.pinned import chunk_bounds
 from kvmanager.units import MILLISECOND_NS
@@ -48,8 +49,17 @@ def plan_memory(config: NodeConfig) -> NodeMemory:
         RegionInfo(STAGING_REGION, RegionKind.STAGING, config.mover.staging_bytes, 1, 0, "staging", config.node.device),
     ]
     groups = []
+    shared = shared_host_regions([section.host_share for section in config.groups])
+    made: dict[str, tuple[int, ...]] = {}
     for section in config.groups:
         device = _regions(regions, section, RegionKind.DEVICE, section.hbm_units, config.node.device)
+        if section.host_region:
+            region = shared[section.host_region]
+            if region.name not in made:
+                made[region.name] = _add_host_region(regions, region, config.node.device)
+            group = _BUILDERS[section.kind](section, device, made[region.name])
+            groups.append(in_extents(group, region, section.host_share))
+            continue
         host = _regions(regions, section, RegionKind.HOST, section.host_units, config.node.device)
         groups.append(_BUILDERS[section.kind](section, device, host))
     return NodeMemory(tuple(regions), tuple(groups))
@@ -69,6 +79,19 @@ def _regions(
         region = RegionInfo(first + rank, kind, size, section.unit_bytes, rank, pool, device, bounds)
         regions.append(replace(region, rdma_capable=region.on_gpu))
     return tuple(range(first, first + section.ranks))
+
+
+def _add_host_region(regions: list[RegionInfo], shared: HostRegion, device: str) -> tuple[int, ...]:
+    """One region a rank that several groups share, appended to `regions`."""
+    first = len(regions) + 1
+    bounds = chunk_bounds(shared.size_bytes, shared.extent_bytes) if device != "cpu" else ()
+    for rank in range(shared.ranks):
+        regions.append(
+            RegionInfo(
+                first + rank, RegionKind.HOST, shared.size_bytes, shared.extent_bytes, rank, shared.name, device, bounds
+            )
+        )
+    return tuple(range(first, first + shared.ranks))
 
 
 def pool_name(group: str, kind: RegionKind) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
@@ -24,6 +24,7 @@ STATE_CHARACTERS: Final = (".", "r", "+", "", "d", "!")
 """Of a map; ready units show their class instead."""
 NO_CLASS: Final = 255
 MAP_UNITS_A_LINE: Final = 64
+UNOWNED_EXTENT: Final = 0xFFFFFFFF
 
 
 def _table(title: str, *columns: str, text: int = 1) -> Table:
@@ -91,6 +92,23 @@ def status_screen(reply: pb.StatusReply) -> RenderableType:
     )  # fmt: skip
 
 
+def _shared_regions(regions: Iterable[pb.SharedRegionStatus]) -> RenderableType:
+    """Who owns how many extents of the host regions that pools share."""
+    table = _table("shared host regions", "region", "pool", "extents", "floor", "most", "a rank", "moved", text=2)
+    for region in regions:
+        owners = unpack_u32(region.owners, "SharedRegionStatus.owners")
+        floors = unpack_u32(region.floor_extents, "SharedRegionStatus.floor_extents").tolist()
+        most = unpack_u32(region.most_extents, "SharedRegionStatus.most_extents").tolist()
+        for number, pool in enumerate(region.pools):
+            count = int((owners == number).sum())
+            size = format_bytes(count * region.extent_bytes)
+            table.add_row(region.name, pool, f"{count:,}", f"{floors[number]:,}", f"{most[number]:,}", size, "")
+        left = format_bytes(region.unowned_bytes // region.ranks)
+        unowned = int((owners == UNOWNED_EXTENT).sum())
+        table.add_row(region.name, "(nobody)", f"{unowned:,}", "", "", left, f"{region.moves:,}")
+    return table
+
+
 def pools_screen(reply: pb.PoolsReply) -> RenderableType:
     """Two tables: shares of the six exclusive states, and the overlays in bytes."""
     states = _table("states", "pool", "tier", "ranks", "capacity", *STATE_TITLES, text=2)
@@ -112,6 +130,8 @@ def pools_screen(reply: pb.PoolsReply) -> RenderableType:
     parts_shown: list[RenderableType] = [states, "", overlays]
     if classes:
         parts_shown += ["", Text("\n".join(["pages by class", *classes]))]
+    if reply.regions:
+        parts_shown += ["", _shared_regions(reply.regions)]
     return Group(*parts_shown)
 
 

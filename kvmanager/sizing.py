@@ -20,6 +20,7 @@ from kvmanager.core.events import (
     Step,
     TicketInfo,
 )
+from kvmanager.core.extents import PoolExtents
 from kvmanager.core.node import Node
 from kvmanager.core.spec import GroupSpec, Limits
 from kvmanager.errors import CapacityError
@@ -37,6 +38,7 @@ class PoolSize:
 
     A replicated group has one host pool over all shares, so `ranks` is 1 there.
     page_total_bytes: of one rank, all pages. unused_bytes: of one rank, too little for a further page.
+    Of a pool that shares a region: what its ceiling allows.
     tokens: how many its pages hold, if they hold nothing else (latents alone in a hisparse group).
     """
 
@@ -117,16 +119,17 @@ def _pools(section: GroupSection, spec: GroupSpec) -> list[PoolSize]:
     lines = []
     for pool in spec.pools:
         given = section.hbm_bytes_per_rank if pool.tier == "device" else section.host_bytes_per_rank
-        unused = given * (section.ranks // pool.ranks) - pool.slabs * pool.slab_bytes
-        tokens = pool.slabs * (pool.ranks if section.kind == "sharded" else 1) * section.page_rows
+        pages = pool.slabs if pool.extents is None else PoolExtents.of(pool).most_slabs(pool.extents.ceiling)
+        unused = given * (section.ranks // pool.ranks) - pages * pool.slab_bytes if pool.extents is None else 0
+        tokens = pages * (pool.ranks if section.kind == "sharded" else 1) * section.page_rows
         lines.append(
             PoolSize(
                 pool.name,
                 pool.tier,
                 pool.ranks,
-                pool.slabs,
+                pages,
                 pool.slab_bytes,
-                pool.slabs * pool.slab_bytes,
+                pages * pool.slab_bytes,
                 unused,
                 tokens,
             )

@@ -3013,22 +3013,92 @@ class PoolsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POOLS_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]:
         """one a pool"""
+
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SharedRegionStatus]:
+        """one a host region that several pools share"""
 
     def __init__(
         self,
         *,
         pools: _abc.Iterable[Global___PoolStatus] | None = ...,
+        regions: _abc.Iterable[Global___SharedRegionStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools", "regions", b"regions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolsReply: _TypeAlias = PoolsReply  # noqa: Y015
+
+@_typing.final
+class SharedRegionStatus(_message.Message):
+    """A host region that pools share; bytes over all ranks. Pools, unowned and unusable bytes sum to capacity_bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    EXTENT_BYTES_FIELD_NUMBER: _builtins.int
+    UNOWNED_BYTES_FIELD_NUMBER: _builtins.int
+    UNUSABLE_BYTES_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
+    FLOOR_EXTENTS_FIELD_NUMBER: _builtins.int
+    MOST_EXTENTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """name of the region"""
+    ranks: _builtins.int
+    """count of ranks that have it"""
+    capacity_bytes: _builtins.int
+    """bytes in all"""
+    extent_bytes: _builtins.int
+    """bytes of an extent on one rank"""
+    unowned_bytes: _builtins.int
+    """bytes in extents of nobody"""
+    unusable_bytes: _builtins.int
+    """bytes at the ends of extents, too few for a page of their owner"""
+    moves: _builtins.int
+    """count of extents that went from pool to pool so far"""
+    owners: _builtins.bytes
+    """u32[extents]: place in `pools`, 4294967295 for an extent of nobody"""
+    floor_extents: _builtins.bytes
+    """u32[pools]: count of extents that it keeps"""
+    most_extents: _builtins.bytes
+    """u32[pools]: count of extents that it may own"""
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """names of the pools"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        ranks: _builtins.int = ...,
+        capacity_bytes: _builtins.int = ...,
+        extent_bytes: _builtins.int = ...,
+        unowned_bytes: _builtins.int = ...,
+        unusable_bytes: _builtins.int = ...,
+        moves: _builtins.int = ...,
+        pools: _abc.Iterable[_builtins.str] | None = ...,
+        owners: _builtins.bytes = ...,
+        floor_extents: _builtins.bytes = ...,
+        most_extents: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "extent_bytes", b"extent_bytes", "floor_extents", b"floor_extents", "most_extents", b"most_extents", "moves", b"moves", "name", b"name", "owners", b"owners", "pools", b"pools", "ranks", b"ranks", "unowned_bytes", b"unowned_bytes", "unusable_bytes", b"unusable_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedRegionStatus: _TypeAlias = SharedRegionStatus  # noqa: Y015
 
 @_typing.final
 class PoolStatus(_message.Message):

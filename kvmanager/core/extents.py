@@ -45,9 +45,16 @@ class PoolExtents:
         """Pages in each extent, int64[extents]."""
         return self.end - self.first
 
+    def most_slabs(self, extents: int) -> int:
+        """Most pages in so many extents."""
+        return int(np.sort(self.slabs)[::-1][:extents].sum())
+
 
 class SharedRegion:
-    """Who owns which extent. `owner`: number of the pool in `pools`, NOBODY; int16[extents]. `moves`: from pool to pool, so far."""
+    """Who owns which extent. `owner`: number of the pool in `pools`, NOBODY; int16[extents].
+
+    `moves`: from pool to pool, so far.
+    """
 
     def __init__(self, pools: Sequence[PoolSpec]) -> None:
         """All pools of the region, in the order of the groups. Raises InvalidArgument where their shares do not fit."""

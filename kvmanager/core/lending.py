@@ -78,7 +78,7 @@ class Lending:
                     self._shares[spec.name] = _Share(groups[name], group.pools[spec.name], PoolExtents.of(spec), number)
         for share in self._shares.values():
             most = region.most_extents(share.pool.name)
-            share.pool.most_slabs = int(np.sort(share.view.slabs)[::-1][:most].sum())
+            share.pool.most_slabs = share.view.most_slabs(most)
 
     def carve(self) -> None:
         """At the start every pool gets its floor, and the rest is nobody's until it is asked for."""

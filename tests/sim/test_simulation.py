@@ -43,7 +43,7 @@ def test_the_short_histories_reach_what_they_are_for() -> None:
                  "late bytes", "engine gone", "daemon died", "reset"):  # fmt: skip
         assert happened[name] > 0, (name, happened)
     for name in ("prefix_hit", "partial_span_reuse", "onboard", "offload", "mirror", "spill", "eviction", "reclaim",
-                 "draft_truncation", "handoff", "expired_ticket", "quarantined_copy"):  # fmt: skip
+                 "draft_truncation", "handoff", "expired_ticket", "quarantined_copy", "extent_move"):  # fmt: skip
         assert counters[name] > 0, (name, counters)
 
 

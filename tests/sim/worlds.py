@@ -194,16 +194,16 @@ def _shared(regions: Regions, draw: random.Random) -> Nodes:
     large = sharded(regions, "large", draw.randint(8, 14), 0, 2)
     small = replicated(regions, "small", draw.randint(10, 20), 0, 2, DRAFT)
     extent = 3 * large.pools[0].slab_bytes + draw.choice((0, 8))
-    extents = draw.randint(3, 10)
-    limits = [(draw.randint(0, 1), draw.randint(extents // 2 + 1, extents)) for _ in range(2)]
+    extents = draw.randint(3, 6)
+    limits = [(draw.choice((0, 0, 1)), draw.randint(extents - 1, extents)) for _ in range(2)]
     return [sharing(regions, [large, small], extents, extent, limits)]
 
 
 def _shared_decode(regions: Regions, draw: random.Random) -> Nodes:
     """Two decode ranks whose latents are promised places in one host region."""
     groups = [hisparse(regions, name, draw.randint(30, 60), 1, SEQUENTIAL) for name in ("left", "right")]
-    extents = draw.randint(10, 24)
-    limits = [(draw.randint(0, 3), draw.randint(extents // 2 + 1, extents)) for _ in range(2)]
+    extents = draw.randint(8, 14)
+    limits = [(draw.randint(0, 2), draw.randint(extents - 2, extents)) for _ in range(2)]
     return [sharing(regions, groups, extents, 8 * groups[0].pools[1].slab_bytes, limits)]
 
 
