@@ -122,7 +122,8 @@ def test_extents_follow_the_load_and_the_bytes_are_right(served: Node) -> None:
     assert moved["large/host"] >= 3, "what the small model had was older"
     assert served.counters()["extent_move"] >= 1
     found = [large.serve(seed, 5) for seed in (1, 2, 3)]
-    assert sum(found) >= 8, "from HBM, which holds 6 pages, and from extents that were the small model's"
+    assert sum(found) >= 1, "each takes nearly all of HBM, so they come from extents that were the small model's"
+    assert served.counters()["onboard"] >= 1
 
     served.wait_at_rest()
     moved = owned(served)

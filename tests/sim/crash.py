@@ -74,8 +74,10 @@ class Crashes:
         node, now = self.world.node, self.world.now
         if self._torn is not None and not self._busy:
             record = self._journal.record(event, now)
-            cut, self._torn = int(self._torn * len(record)), None
             at = self._journal._at
+            # Where the memory holds the record's last bytes already (zeros), it is whole without them.
+            last = max(i for i, byte in enumerate(record) if self._journal._memory[at + i] != byte)
+            cut, self._torn = int(self._torn * (last + 1)), None
             self._journal._memory[at : at + cut] = record[:cut]
             self._die(event, f"{cut} of {len(record)} bytes into a record")
             node = self.world.node
