@@ -23,7 +23,7 @@ def check_keys_of_kind(group: GroupSection, table: Mapping[str, object], where: 
 
 
     if group.kind == "cache" and group.host_region:
-        raise ConfigError(f"{where} host_region: engines read a cache group's pages where they lie; it shares no region")
+        raise ConfigError(f"{where} host_region: engines read a cache group's pages in place; it shares none")
     if group.kind == "cache" and "hbm_bytes_per_rank" in table:
         raise ConfigError(f"{where} hbm_bytes_per_rank: a cache group has no device memory; remove it")
     if group.kind != "cache" and "hbm_bytes_per_rank" not in table:
