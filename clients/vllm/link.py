@@ -179,6 +179,8 @@ class Link:
             wanted.answer.set_exception(error)  # a call that was heard before: it has ended
         except KVError as error:
             wanted.answer.set_exception(error)
+            if wanted.kept:
+                _log.warning("the end of a lease was refused: %s", error)
             if isinstance(error, StaleEpoch):
                 raise
         except Exception as error:

@@ -72,7 +72,6 @@ class _Store:
     granted: bool = False
     ordered: int = 0
     copied: int = 0
-    value: int = 0
     failed: bool = False
 
 
@@ -82,6 +81,7 @@ class _Held:
 
     known: cached tokens as looked up. final: leading blocks whose KV is complete after the step that is being built, in
     `blocks`. saved: leading blocks that the cache has or had. finished_s: when it ended, 0 before.
+    barred: a load of it failed. It still holds the blocks of that load, so it is computed and offered no other.
     """
 
     keys: Sequence[bytes]
@@ -97,6 +97,7 @@ class _Held:
     final: int = 0
     saved: int = 0
     finished_s: float = 0.0
+    barred: bool = False
     delayed: bool = False
     stop_reason: str = ""
 
@@ -113,6 +114,7 @@ class Scheduling:
         self._leases: dict[int, tuple[str, str]] = {}  # lease id -> ("load" | "store", request id)
         self._reports: dict[int, dict[int, Ended]] = {}  # lease id -> rank -> what it said
         self._attached: dict[int, int] = {}  # rank -> attach id under the line's epoch
+        self._values: dict[int, int] = {}  # rank -> timeline value that it reported last
         self._epoch = 0
         self._next_lease = 0
 
@@ -126,7 +128,7 @@ class Scheduling:
     def matched(self, request_id: str, tokens: int, computed: int) -> int | None:
         """Tokens that can be loaded behind the first `computed`; None: ask again. `tokens`: of the request."""
         held = self._held.get(request_id)
-        if held is None or held.load is not None:
+        if held is None or held.load is not None or held.barred:
             return 0
         now = time.monotonic()
         if held.lookup is not None:
@@ -202,6 +204,7 @@ class Scheduling:
             return
         self._epoch = self._line.epoch
         self._attached.clear()
+        self._values.clear()
         for held in self._held.values():
             held.store, held.saved, held.known = None, 0, None
 
@@ -216,6 +219,7 @@ class Scheduling:
             request_id, load.lease_id if lease.tokens else 0, pages, load.block_ids[: len(pages)],
             load.block_ids[len(pages) :],
         )  # fmt: skip
+        held.barred |= bool(order.lost_block_ids)
         if not pages and lease.tokens:
             order.lease_id = 0
             self._end_load(load.lease_id, None)
@@ -277,6 +281,7 @@ class Scheduling:
             if report.attach_id:
                 self._attached[report.rank] = report.attach_id
             for ended in report.ended:
+                self._values[report.rank] = max(self._values.get(report.rank, 0), ended.value)
                 said = self._reports.setdefault(ended.lease_id, {})
                 said[report.rank] = ended
                 if len(said) == self._ranks:
@@ -287,13 +292,14 @@ class Scheduling:
         kind, request_id = self._leases.get(lease_id, ("", ""))
         held = self._held.get(request_id)
         if kind == "load":
+            if held is not None and not all(ended.ok for ended in said.values()):
+                held.barred, held.saved = True, 0
             self._end_load(lease_id, said)
         elif kind == "store" and held is not None and held.store is not None and held.store.lease_id == lease_id:
             store = held.store
             store.copied += next(iter(said.values())).copies
             store.failed |= not all(ended.ok for ended in said.values())
-            store.value = max(ended.value for ended in said.values())
-            if store.failed or store.copied == len(store.pages):
+            if store.copied == store.ordered and (store.failed or store.copied == len(store.pages)):
                 self._finish_store(held, store)
 
     def _finish_store(self, held: _Held, store: _Store) -> None:
@@ -305,15 +311,16 @@ class Scheduling:
         if store.failed:
             held.pause_until = time.monotonic() + PAUSE_S
 
-    def _fence(self, values: Mapping[int, int]) -> pb.Fence:
-        """`values`: by rank."""
+    def _fence(self) -> pb.Fence:
+        """Covers all that was reported; of all ranks, since a fence names each, and never goes back."""
         return pb.Fence(
-            attach_ids=pack_u64([self._attached[rank] for rank in values]), values=pack_u64(list(values.values()))
+            attach_ids=pack_u64(list(self._attached.values())),
+            values=pack_u64([self._values.get(rank, 0) for rank in self._attached]),
         )
 
     def _end_load(self, lease_id: int, said: dict[int, Ended] | None) -> None:
         self._leases.pop(lease_id, None)
-        fence = self._fence({rank: ended.value for rank, ended in said.items()}) if said else None
+        fence = self._fence() if said else None
         failed = sorted({page for ended in said.values() for page in ended.failed_pages}) if said else []
         self._line.tell(lambda calls: calls.done(lease_id, fence, failed))
 
@@ -321,11 +328,12 @@ class Scheduling:
         """`committed`: tokens; 0: nothing is published."""
         self._leases.pop(store.lease_id, None)
         lease_id = store.lease_id
-        fence = self._fence(dict.fromkeys(self._attached, store.value)) if store.value else None
-        if committed and fence is not None:
-            told = fence
-            self._line.tell(lambda calls: calls.commit(lease_id, told, committed))
+        if committed:
+            written = self._fence()
+            self._line.tell(lambda calls: calls.commit(lease_id, written, committed))
         else:
+            # Copies that were ordered have been reported, so the fence covers them.
+            fence = self._fence() if store.ordered else None
             self._line.tell(lambda calls: calls.abort(lease_id, fence))
 
     # ----------------------------------------------------------------------------------- end

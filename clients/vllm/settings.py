@@ -38,7 +38,6 @@ class Settings:
         """Reads the connector's keys. Raises ConfigError for one that is missing, unknown or of the wrong type."""
         known: dict[str, type[Any]] = {
             "runtime_dir": str, "group": str, "engine": str, "namespace": str, "hold_s": float, "call_timeout_s": float,
-            "device_region": str,
         }  # fmt: skip
         for key, value in extra.items():
             if key not in known:

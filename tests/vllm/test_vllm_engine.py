@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
-
 from nodes_support import Node, kill_and_wait, node
 from vllm_support import BLOCK, Engine, cache_toml, checkpoint, prompt, reference, skip_without_vllm, wait_for
 

@@ -101,7 +101,7 @@ class Engine:
             "block_size": BLOCK, "kv_cache_memory_bytes": 32 << 20, "max_model_len": 2048, "max_num_seqs": 8, "seed": 0,
             "prefix_caching_hash_algo": "sha256_cbor", "disable_log_stats": False, **config,
         }  # fmt: skip
-        if runtime_dir is not None:
+        if runtime_dir is not None and "kv_transfer_config" not in arguments:
             arguments["kv_transfer_config"] = {
                 "kv_connector": "KVManagerConnector", "kv_connector_module_path": "kvmanager.clients.vllm",
                 "kv_role": "kv_both", "kv_load_failure_policy": "recompute",

@@ -1,0 +1,291 @@
+"""The scheduler's side of the vLLM connector, against a daemon whose answers come when the test says."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from kvmanager.clients.leases import Lease
+from kvmanager.clients.vllm.orders import Ended, Orders, Report
+from kvmanager.clients.vllm.scheduling import Scheduling
+from kvmanager.errors import NotReady, PoolExhausted
+from kvmanager.wire import unpack_u64
+
+BLOCK = 16
+KEYS = [bytes([n]) * 32 for n in range(64)]
+
+
+class Calls:
+    """Notes the calls that are made on it."""
+
+    def __init__(self, said: list[tuple[object, ...]]) -> None:
+        self._said = said
+
+    def __getattr__(self, name: str):
+        return lambda *args: self._said.append((name, *args))
+
+
+class FakeLine:
+    """A line whose futures the test resolves."""
+
+    def __init__(self) -> None:
+        self.epoch, self.up = 1, True
+        self.asked: list[tuple[str, tuple[object, ...], Future[object]]] = []
+        self.told: list[tuple[object, ...]] = []
+        self.turns: list[tuple[str, str]] = []
+
+    def ask(self, call):
+        future: Future[object] = Future()
+        if not self.up:
+            future.set_exception(NotReady("away"))
+            return future
+        said: list[tuple[object, ...]] = []
+        call(Calls(said))
+        self.asked.append((str(said[0][0]), said[0][1:], future))
+        return future
+
+    def tell(self, call):
+        call(Calls(self.told))
+        return Future()
+
+    def turn_ended(self, session_id, stop_reason):
+        self.turns.append((session_id, stop_reason))
+
+    def answer(self, name: str, value: object) -> tuple[object, ...]:
+        """Resolves the oldest open call of that name; its arguments."""
+        for place, (asked, args, future) in enumerate(self.asked):
+            if asked == name:
+                del self.asked[place]
+                if isinstance(value, Exception):
+                    future.set_exception(value)
+                else:
+                    future.set_result(value)
+                return args
+        raise AssertionError(f"nobody asked {name}: {[entry[0] for entry in self.asked]}")
+
+
+@pytest.fixture
+def line() -> FakeLine:
+    return FakeLine()
+
+
+@pytest.fixture
+def side(line: FakeLine) -> Scheduling:
+    made = Scheduling(line, BLOCK, 1, hold_s=5.0)
+    made.build({})
+    made.reported([Report(0, 1, 71)])
+    return made
+
+
+def ended(lease: int, value: int, copies: int, *, ok: bool = True, failed: tuple[int, ...] = ()) -> list[Report]:
+    return [Report(0, 1, 71, [Ended(lease, value, copies, ok, list(failed))])]
+
+
+def save(side: Scheduling, orders: Orders, value: int) -> None:
+    """The worker does what it is told to."""
+    for order in orders.saves:
+        side.reported(ended(order.lease_id, value, len(order.pages)))
+
+
+def test_a_lookup_answers_none_until_the_daemon_has_answered(side: Scheduling, line: FakeLine) -> None:
+    side.arrived("r", KEYS[:10])
+    assert side.matched("r", 170, 0) is None
+    assert side.matched("r", 170, 0) is None
+    assert line.answer("lookup", 96) == (b"".join(KEYS[:10]), 160)
+    assert side.matched("r", 170, 0) == 96
+    assert side.matched("r", 170, 64) == 32, "what is held locally counts anew each time"
+    assert side.matched("r", 170, 112) == 0
+    assert not line.asked, "an answer serves as long as it is fresh"
+
+
+def test_a_daemon_that_is_away_or_fails_is_a_miss(side: Scheduling, line: FakeLine) -> None:
+    side.arrived("r", KEYS[:4])
+    line.answer("lookup", NotReady("broke"))
+    assert side.matched("r", 70, 0) == 0
+    line.up = False
+    side.arrived("s", KEYS[:4])
+    assert side.matched("s", 70, 0) == 0
+
+
+def test_a_load_is_leased_at_allocation_and_ordered_when_the_lease_is_there(side: Scheduling, line: FakeLine) -> None:
+    side.arrived("r", KEYS[:10])
+    line.answer("lookup", 160)
+    assert side.matched("r", 170, 32) == 128
+    assert not [name for name, *_ in line.asked if name == "acquire"], "a lookup takes no lease"
+    side.allocated("r", list(range(100, 111)), 128)
+    assert side.build({}).loads == []
+    lease, keys = line.answer("acquire", Lease(160, list(range(10))))
+    assert keys == b"".join(KEYS[:10])
+    (order,) = side.build({}).loads
+    assert (order.lease_id, order.pages, order.block_ids) == (lease, list(range(2, 10)), list(range(102, 110)))
+    assert order.lost_block_ids == []
+    side.reported(ended(lease, 5, 8, failed=(3,)))
+    name, told, fence, failed = line.told[-1]
+    assert (name, told, failed) == ("done", lease, [3])
+    assert unpack_u64(fence.attach_ids, "").tolist() == [71]
+    assert unpack_u64(fence.values, "").tolist() == [5]
+
+
+@pytest.mark.parametrize("answer", [Lease(64, [0, 1, 2, 3]), Lease(0, []), NotReady("died")])
+def test_what_the_lease_does_not_cover_is_lost(side: Scheduling, line: FakeLine, answer: object) -> None:
+    side.arrived("r", KEYS[:10])
+    line.answer("lookup", 160)
+    side.matched("r", 170, 0)
+    side.allocated("r", list(range(100, 111)), 160)
+    line.answer("acquire", answer)
+    (order,) = side.build({}).loads
+    covered = 4 if isinstance(answer, Lease) and answer.tokens else 0
+    assert order.block_ids == list(range(100, 100 + covered))
+    assert order.lost_block_ids == list(range(100 + covered, 110))
+
+
+def test_an_abort_while_the_lease_is_asked_for_still_reports_the_request(side: Scheduling, line: FakeLine) -> None:
+    side.arrived("r", KEYS[:4])
+    line.answer("lookup", 64)
+    side.matched("r", 70, 0)
+    side.allocated("r", [1, 2, 3, 4, 5], 64)
+    assert not side.finished("r", "abort")
+    assert side.build({}).loads == []
+    lease, _ = line.answer("acquire", Lease(64, [0, 1, 2, 3]))
+    (order,) = side.build({}).loads
+    assert (order.request_id, order.pages, order.lease_id) == ("r", [], 0)
+    assert line.told == [("done", lease, None, [])]
+
+
+def test_saves_follow_what_is_complete_and_are_committed_once(side: Scheduling, line: FakeLine) -> None:
+    """Chunked prefill of ten blocks, four at a time; the reservation is granted after the first step."""
+    side.arrived("r", KEYS[:10])
+    line.answer("lookup", 0)
+    assert side.matched("r", 170, 0) == 0
+    blocks = list(range(100, 111))
+    side.allocated("r", blocks, 0)
+    assert side.build({"r": (64, blocks[:4])}).saves == []
+    lease, keys, _session = line.answer("reserve", Lease(0, list(range(10))))
+    assert keys == b"".join(KEYS[:10])
+    saved = []
+    for end in (128, 170):
+        orders = side.build({"r": (end, blocks[: -(-end // BLOCK)])})
+        for order in orders.saves:
+            saved += zip(order.pages, order.block_ids, strict=True)
+        save(side, orders, end)
+    assert saved == [(n, 100 + n) for n in range(10)]
+    assert [entry[:2] + entry[3:] for entry in line.told] == [("commit", lease, 160)]
+    assert side.build({"r": (171, blocks)}).saves == []
+    assert not side.finished("r", "stop")
+
+
+def test_what_another_engine_stored_meanwhile_is_not_written_again(side: Scheduling, line: FakeLine) -> None:
+    side.arrived("r", KEYS[:6])
+    line.answer("lookup", 0)
+    side.matched("r", 100, 0)
+    side.allocated("r", list(range(7)), 0)
+    side.build({"r": (100, list(range(7)))})
+    line.answer("reserve", Lease(64, [40, 41]))
+    (order,) = side.build({"r": (101, list(range(7)))}).saves
+    assert (order.pages, order.block_ids) == ([40, 41], [4, 5])
+
+
+def test_the_blocks_of_a_finished_request_are_kept_for_its_save(side: Scheduling, line: FakeLine) -> None:
+    side.arrived("r", KEYS[:4], session_id="s")
+    line.answer("lookup", 0)
+    side.matched("r", 70, 0)
+    side.allocated("r", [1, 2, 3, 4, 5], 0)
+    side.build({"r": (70, [1, 2, 3, 4, 5])})
+    assert side.finished("r", "stop"), "its reservation is not there yet"
+    assert side.busy
+    assert side.build({}).released == []
+    line.answer("reserve", Lease(0, [6, 7, 8, 9]))
+    orders = side.build({})
+    assert orders.saves[0].block_ids == [1, 2, 3, 4]
+    assert orders.released == ["r"], "workers save before they say that the blocks may go"
+    save(side, orders, 9)
+    side.build({})
+    assert line.told[-1][0] == "commit"
+    assert line.turns == [("s", "stop")]
+    assert not side.busy
+
+
+def test_a_reservation_without_room_gives_up_and_the_blocks_go(side: Scheduling, line: FakeLine) -> None:
+    side.arrived("r", KEYS[:4])
+    line.answer("lookup", 0)
+    side.matched("r", 70, 0)
+    side.allocated("r", [1, 2, 3, 4, 5], 0)
+    side.build({"r": (70, [1, 2, 3, 4, 5])})
+    assert side.finished("r", "stop")
+    line.answer("reserve", PoolExhausted("full", pool="p", needed=4, free=0))
+    assert side.build({}).released == ["r"]
+
+
+def test_blocks_lost_to_a_preemption_are_saved_when_they_are_computed_again(side: Scheduling, line: FakeLine) -> None:
+    side.arrived("r", KEYS[:8])
+    line.answer("lookup", 0)
+    side.matched("r", 140, 0)
+    side.allocated("r", list(range(10)), 0)
+    side.build({"r": (64, list(range(4)))})
+    line.answer("reserve", Lease(0, list(range(8))))
+    assert side.build({}, preempted=["r"]).saves == [], "the blocks are gone"
+    (order,) = side.build({"r": (96, list(range(50, 56)))}).saves
+    assert order.block_ids == list(range(50, 56))
+
+
+def test_a_failed_copy_publishes_nothing(side: Scheduling, line: FakeLine) -> None:
+    side.arrived("r", KEYS[:4])
+    line.answer("lookup", 0)
+    side.matched("r", 70, 0)
+    side.allocated("r", [1, 2, 3, 4, 5], 0)
+    side.build({"r": (64, [1, 2, 3, 4])})
+    lease, *_ = line.answer("reserve", Lease(0, [6, 7, 8, 9]))
+    side.build({"r": (70, [1, 2, 3, 4, 5])})
+    side.reported(ended(int(str(lease)), 3, 4, ok=False))
+    assert line.told[-1][:2] == ("abort", lease)
+
+
+def test_a_daemon_that_started_anew_has_none_of_our_leases(side: Scheduling, line: FakeLine) -> None:
+    side.arrived("r", KEYS[:4])
+    line.answer("lookup", 0)
+    side.matched("r", 70, 0)
+    side.allocated("r", [1, 2, 3, 4, 5], 0)
+    side.build({"r": (64, [1, 2, 3, 4])})
+    line.answer("reserve", Lease(0, [6, 7, 8, 9]))
+    line.epoch = 2
+    orders = side.build({"r": (70, [1, 2, 3, 4, 5])})
+    assert (orders.epoch, orders.saves) == (2, [])
+    assert not [name for name, *_ in line.asked if name == "reserve"], "no rank is attached to the new one yet"
+    side.reported([Report(0, 2, 90)])
+    side.build({"r": (71, [1, 2, 3, 4, 5])})
+    assert [name for name, *_ in line.asked] == ["reserve"]
+
+
+def test_fences_never_go_back(side: Scheduling, line: FakeLine) -> None:
+    """A copy that was reported early ends its lease late: behind a fence that covers what was said in between."""
+    for name in ("r", "s"):
+        side.arrived(name, KEYS[:4])
+        line.answer("lookup", 64 if name == "s" else 0)
+        side.matched(name, 70, 0)
+    side.allocated("r", [1, 2, 3, 4, 5], 0)
+    side.allocated("s", [6, 7, 8, 9, 10], 64)
+    side.build({"r": (32, [1, 2])})
+    line.answer("reserve", Lease(0, [6, 7, 8, 9]))
+    load, _ = line.answer("acquire", Lease(64, [0, 1, 2, 3]))
+    orders = side.build({"r": (33, [1, 2, 3])})
+    save(side, orders, 3)
+    side.reported(ended(int(str(load)), 9, 4))
+    assert not side.finished("r", "stop")
+    side.build({})
+    values = [unpack_u64(entry[2].values, "").tolist() for entry in line.told]
+    assert [entry[0] for entry in line.told] == ["done", "commit"]
+    assert values == [[9], [9]]
+    assert line.told[-1][3] == 32, "as much as was written"
+
+
+def test_a_request_whose_load_failed_is_computed(side: Scheduling, line: FakeLine) -> None:
+    """It still holds the blocks of the failed load: another one would wait for blocks that nobody gives back."""
+    side.arrived("r", KEYS[:4])
+    line.answer("lookup", 64)
+    assert side.matched("r", 70, 0) == 64
+    side.allocated("r", [1, 2, 3, 4, 5], 64)
+    lease, _ = line.answer("acquire", Lease(64, [0, 1, 2, 3]))
+    side.build({})
+    side.reported(ended(int(str(lease)), 2, 4, ok=False))
+    assert side.matched("r", 70, 0) == 0
