@@ -169,12 +169,12 @@ class Link:
             return
         try:
             wanted.answer.set_result(wanted.call(self._connection.calls))
-        except (NotReady, StaleBoot, Suspect) as error:
-            if not wanted.kept:
-                wanted.answer.set_exception(error)
-            elif not self._again or self._again[0] is not wanted:
-                self._again.append(wanted)
+        except Suspect as error:
+            self._unheard(wanted, error)
             raise
+        except (NotReady, StaleBoot) as error:
+            self._unheard(wanted, error)
+            raise NotReady("the daemon is away or was replaced") from error  # whether it knows us shows when we look
         except UnknownLease as error:
             wanted.answer.set_exception(error)  # a call that was heard before: it has ended
         except KVError as error:
@@ -186,6 +186,12 @@ class Link:
         except Exception as error:
             wanted.answer.set_exception(error)
             raise
+
+    def _unheard(self, wanted: _Wanted, error: KVError) -> None:
+        if not wanted.kept:
+            wanted.answer.set_exception(error)
+        elif not self._again or self._again[0] is not wanted:
+            self._again.append(wanted)
 
     def _down(self, error: Exception) -> None:
         """The daemon is away, or does not know us any more."""
