@@ -22,7 +22,7 @@ from kvmanager.wire import pack_u64
 T = TypeVar("T")
 STORE_BLOCKS: Final = 128
 """Most blocks of one reservation."""
-LOOKUP_S: Final = 0.25
+LOOKUP_S: Final = 1.0
 """A lookup that takes longer is a miss."""
 FRESH_S: Final = 1.0
 """How long a lookup's answer is believed while its request waits."""
