@@ -18,7 +18,7 @@ _FEW = 16
 def as_range(indexes: PageArray) -> PageArray | slice:
     """The same indexes, as a slice where they are consecutive: one that numpy follows many times faster."""
     count = len(indexes)
-    if count > _FEW and indexes[-1] - indexes[0] == count - 1 and bool((indexes[1:] - indexes[:-1] == 1).all()):
+    if count > _FEW and indexes[-1] - indexes[0] == count - 1 and b"\0" not in (indexes[1:] > indexes[:-1]).tobytes():
         return slice(int(indexes[0]), int(indexes[0]) + count)
     return indexes
 
@@ -122,7 +122,7 @@ class FixedPages:
             if len(pages):
                 self._give_one(int(pages[0]))
             return
-        ordered = np.sort(pages)
+        ordered = pages if isinstance(as_range(pages), slice) else np.sort(pages)
         assert ordered[0] >= 0, f"page {ordered[0]} is not one of {self.pages}"
         assert ordered[-1] < self.pages, f"page {ordered[-1]} is not one of {self.pages}"
         steps = np.diff(ordered)

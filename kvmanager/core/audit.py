@@ -11,7 +11,7 @@ from kvmanager.core.extents import PoolExtents, region_story
 from kvmanager.core.group import Group
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.request import Phase, Request
-from kvmanager.core.rows import every, places, some
+from kvmanager.core.rows import all_true, any_true, places
 from kvmanager.core.spans import DEVICE
 from kvmanager.core.state import CopyJob, FenceEntry, State, concat
 from kvmanager.errors import InvariantViolation
@@ -26,9 +26,13 @@ def _check(condition: bool, story: str) -> None:
 
 
 def ledger_holds(pool: Pool) -> bool:
-    """The six states sum to capacity and none is negative. Cheap: counters only."""
-    account = pool.account()
-    return sum(account.values()) == pool.capacity_bytes and min(account.values()) >= 0
+    """No state has less than nothing, and all but the free ones take no more than there is. Cheap: counters only."""
+    taken = 0
+    for space in pool.spaces.values():
+        if min(space.counts) < 0:
+            return False
+        taken += (space.pages - space.counts[_PAGE_FREE]) * space.units
+    return taken <= pool.capacity_units and all(sum(space.counts) == space.pages for space in pool.spaces.values())
 
 
 def audit(state: State) -> None:
@@ -130,7 +134,7 @@ def _audit_pool(pool: Pool, owned: dict[str, list[Int64Array]]) -> None:
     for name, space in pool.spaces.items():
         owners = np.bincount(concat(owned.get(name, [])), minlength=space.pages)
         taken = space.state != _PAGE_FREE
-        if some(owners != taken):
+        if any_true(owners != taken):
             wrong = (owners > 1, taken & (owners == 0), ~taken & (owners > 0))
             twice, nobody, free = (np.flatnonzero(pages)[:5] for pages in wrong)
             raise InvariantViolation(
@@ -140,7 +144,7 @@ def _audit_pool(pool: Pool, owned: dict[str, list[Int64Array]]) -> None:
         if counts != space.counts:
             raise InvariantViolation(f"{space.name}: counters {space.counts}, pages say {counts}")
         used = taken.reshape(-1, pool.per_slab(name)).sum(axis=1) if pool.per_slab(name) > 1 else taken
-        _check(every(used == pool.used_in_slabs(name)), f"{space.name}: slab use differs from page states")
+        _check(all_true(used == pool.used_in_slabs(name)), f"{space.name}: slab use differs from page states")
 
 
 def _audit_promises(group: Group, requests: list[Request]) -> None:
@@ -196,5 +200,5 @@ def _audit_requests(state: State, requests: list[Request]) -> None:
         _check(request.fenced_tokens <= request.committed_tokens, f"{story}: fenced beyond what it committed")
         for part in request.chains:
             firsts = part.chain.table.first_token[part.rows.array]
-            if not every(firsts[1:] > firsts[:-1]):
+            if not all_true(firsts[1:] > firsts[:-1]):
                 raise InvariantViolation(f"{story}: spans out of order, {firsts}")

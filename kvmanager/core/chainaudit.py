@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvmanager.core.group import Chain
 from kvmanager.core.pool import PageState
-from kvmanager.core.rows import BoolArray, RowArray, every, no_rows
+from kvmanager.core.rows import BoolArray, RowArray, all_true, no_rows
 from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, NO_PAGE, NO_SPAN, READY
 from kvmanager.core.spec import Placement
 from kvmanager.errors import InvariantViolation
@@ -30,7 +30,7 @@ class ChainAudit:
 
     def _each(self, holds: BoolArray, what: str) -> None:
         """`holds`: one entry a live span."""
-        if not every(holds):
+        if not all_true(holds):
             raise InvariantViolation(f"{self._where} span {int(self.rows[np.argmin(holds)])}: {what}")
 
     def _check(self, holds: bool, what: str) -> None:
@@ -57,17 +57,17 @@ class ChainAudit:
         self._each((table.pins[rows] >= 0) & (table.busy[rows] >= 0), "negative pins or plans")
         uids = np.sort(table.uids[rows], axis=None)
         self._check(len(uids) == 0 or int(uids[-1]) < table.next_uid, "a uid that is still to be given")
-        self._check(every(uids[1:] != uids[:-1]), "a uid was given twice")
+        self._check(all_true(uids[1:] != uids[:-1]), "a uid was given twice")
         widths = segments // chain.spec.ranks if chain.spec.placement is Placement.SHARDED else segments
         held = (self._pages != NO_PAGE).sum(axis=3)
         as_said = held == np.where(self._copies != ABSENT, widths, 0)
-        if not every(as_said):
+        if not all_true(as_said):
             self._each(as_said.all(axis=(0, 1)), "a copy has other than its number of pages")
         for c, tier in self._tiers():
             name = chain.spec.classes[c].name
             ready = self._pages[c, tier][self._copies[c, tier] == READY]
             states = chain.pool(c, tier).spaces[name].state[ready[ready != NO_PAGE]]
-            self._check(every(states == _PAGE_READY), f"{name}: a ready copy on pages that are not ready")
+            self._check(all_true(states == _PAGE_READY), f"{name}: a ready copy on pages that are not ready")
 
     def copies(self) -> None:
         """What overlays say of copies is true of them."""
@@ -90,9 +90,9 @@ class ChainAudit:
         found = rows[published]
         parents = table.parent[found]
         below, above = found[parents != NO_SPAN], parents[parents != NO_SPAN]
-        self._check(every(table.published[above]), "a span's parent can't be found")
-        self._check(every(table.valid[above] == table.segments[above]), "a span stands below one that is not full")
-        self._check(every(table.last_used[above] >= table.last_used[below]), "used later than its parent")
+        self._check(all_true(table.published[above]), "a span's parent can't be found")
+        self._check(all_true(table.valid[above] == table.segments[above]), "a span stands below one that is not full")
+        self._check(all_true(table.last_used[above] >= table.last_used[below]), "used later than its parent")
         counted = np.bincount(above, minlength=len(table.live))
         self._each(counted[rows] == table.children[rows], "children differ from what parents say")
         self._check(self._runs().tobytes() == found.tobytes(), "runs hold other spans than the published ones")
@@ -112,7 +112,7 @@ class ChainAudit:
         which = np.repeat(np.arange(len(runs)), spans)
 
         def each(holds: BoolArray, what: str, of: Int64Array | slice = which) -> None:
-            if not every(holds):
+            if not all_true(holds):
                 raise InvariantViolation(f"{self._where} run {int(numbers[of][np.argmin(holds)])} {what}")
 
         each(spans > 0, "is empty", slice(None))

@@ -12,7 +12,7 @@ from kvmanager.core.lifecycle import refuse_waiting, wake
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Phase
 from kvmanager.core.settle import publish
-from kvmanager.core.spans import DEVICE, HOST, CopyState
+from kvmanager.core.spans import DEVICE, FILLING, HOST, READY, CopyState
 from kvmanager.core.state import CheckJob, CopyJob, PullJob, State, ended_well, mark_dirty
 from kvmanager.core.verification import check_ended, condemn, differing, keep, take_out
 from kvmanager.errors import ChecksumMismatch, KVError, TransferFailed
@@ -138,7 +138,7 @@ def _mark_redundant(state: State, chain: Chain, page_class: int, rows: Int64Arra
     """Where capacity asks for it, a host copy whose span is back on the device is the first to make room."""
     pool = chain.pool(page_class, HOST)
     if state.limits.inclusion.redundant(pool.free_slabs, pool.slabs):
-        complete = (chain.table.copies[:, :, rows] == CopyState.READY).all(axis=(0, 1))
+        complete = (chain.table.copies[:, :, rows] == READY).all(axis=(0, 1))
         chain.table.redundant[rows[complete]] = True
 
 
@@ -187,9 +187,9 @@ def _land(
     """Copies of pulled spans: host copies are complete, device copies go on being filled by their request."""
     copies = chain.table.copies[page_class]
     if ended_well(outcome):
-        landed = rows[copies[HOST, rows] == CopyState.FILLING]
+        landed = rows[copies[HOST, rows] == FILLING]
         chain.set_states(page_class, HOST, landed, CopyState.READY, PageState.READY)
         return
     for tier in (DEVICE, HOST):
-        for row in rows[copies[tier, rows] == CopyState.FILLING].tolist():
+        for row in rows[copies[tier, rows] == FILLING].tolist():
             _lose_copy(state, group, chain, (page_class, tier, row), outcome)

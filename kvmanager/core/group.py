@@ -16,7 +16,7 @@ from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.prefix import PrefixIndex
 from kvmanager.core.return_rate import SessionBook
 from kvmanager.core.rows import RowArray, RowQueue, as_range
-from kvmanager.core.spans import ABSENT, DEVICE, HOST, CopyState, SpanTable
+from kvmanager.core.spans import ABSENT, DEVICE, HOST, READY, CopyState, SpanTable
 from kvmanager.core.spec import ChainSpec, GroupSpec, PageClass, Placement
 from kvmanager.core.tenants import NOBODY, Tenants
 
@@ -56,7 +56,7 @@ class Chain:
 
     def set_state(self, page_class: int, tier: int, row: int, copy: CopyState, page: PageState) -> None:
         """Moves a present copy and its pages to a new state together."""
-        assert self.table.copies[page_class, tier, row] != CopyState.ABSENT
+        assert self.table.copies[page_class, tier, row] != ABSENT
         self.table.copies[page_class, tier, row] = copy
         self.pool(page_class, tier).settle(
             self.spec.classes[page_class].name, self.table.page_list(page_class, tier, row), page
@@ -86,7 +86,7 @@ class Chain:
     def widths(self, rows: RowArray | list[int]) -> RowArray:
         """Page indexes of one class that each span takes, int64[rows]."""
         segments = self.table.segments[as_range(np.asarray(rows, np.int64))]
-        if self.spec.placement is not Placement.REPLICATED and self.spec.ranks > 1:
+        if self.spec.ranks > 1 and self.spec.placement is not Placement.REPLICATED:
             segments = segments // self.spec.ranks
         return segments.astype(np.int64)
 
@@ -146,7 +146,7 @@ class Chain:
 
     def device_ready(self, row: int) -> bool:
         """Every class has a complete device copy."""
-        return bool((self.table.copies[:, DEVICE, row] == CopyState.READY).all())
+        return bool((self.table.copies[:, DEVICE, row] == READY).all())
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from kvmanager.core.admission import Demands, check, check_now, own_order, updat
 from kvmanager.core.group import Group
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Request, RequestChain
-from kvmanager.core.spans import DEVICE, CopyState
+from kvmanager.core.spans import ABSENT, DEVICE, CopyState
 from kvmanager.core.state import Engine, FenceEntry, State
 from kvmanager.errors import CapacityError, KVError
 
@@ -51,7 +51,7 @@ def _truncate(entry: FenceEntry, request: Request, number: int, part: RequestCha
         row = part.rows.pop()
         assert not chain.table.published[row]
         for c in range(len(chain.spec.classes)):
-            if chain.table.copies[c, DEVICE, row] != CopyState.ABSENT:
+            if chain.table.copies[c, DEVICE, row] != ABSENT:
                 chain.set_state(c, DEVICE, row, CopyState.FILLING, PageState.DRAINING)
         entry.truncated.append((request.request_id, number, row))
         request.truncated.append((number, row))
@@ -69,7 +69,7 @@ def _take_back(engine: Engine, entry: FenceEntry, request: Request, capacity: in
                     waiting.truncated.remove((request.request_id, number, row))
             request.truncated.remove((number, row))
             for c in range(len(part.chain.spec.classes)):
-                if part.chain.table.copies[c, DEVICE, row] != CopyState.ABSENT:
+                if part.chain.table.copies[c, DEVICE, row] != ABSENT:
                     part.chain.set_state(c, DEVICE, row, CopyState.FILLING, PageState.FILLING)
             part.rows.append(row)
 

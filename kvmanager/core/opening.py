@@ -28,7 +28,7 @@ from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.residency import first_resident, take_hot
 from kvmanager.core.rows import RowList, as_range, no_rows
 from kvmanager.core.sessions import begin_turn
-from kvmanager.core.spans import DEVICE, FILLING, HOST, NO_SPAN, CopyState
+from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, NO_SPAN
 from kvmanager.core.state import Engine, State
 from kvmanager.errors import CapacityError, InvalidArgument
 
@@ -345,7 +345,7 @@ def _use_donor(
     """Copy-on-write from a device donor by the worker; from a host donor the page is onboarded into the new span."""
     chain = group.chains[number]
     on_device = all(
-        chain.table.copies[c, DEVICE, donor] != CopyState.ABSENT
+        chain.table.copies[c, DEVICE, donor] != ABSENT
         and onboard_in_flight(state, group, number, donor) is None
         for c in range(len(chain.spec.classes))
     )

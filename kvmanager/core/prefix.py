@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.core.rows import RowArray, as_range, no_rows
+from kvmanager.core.rows import RowArray, all_true, any_true, as_range, no_rows
 from kvmanager.core.spans import NO_SPAN, SpanTable
 
 Keys = bytes | bytearray
@@ -188,7 +188,7 @@ class PrefixIndex:
         if some == 0 or not np.array_equal(texts.words(rows[:1], words), wanted[:1]):
             return rows[:0]  # the first decides mostly, and looking at all is dear
         same = texts.words(rows[:some], words) == wanted
-        if same.all():
+        if all_true(same):
             return rows[:some]
         return rows[: int(np.argmin(same.all(axis=1)))]
 
@@ -283,9 +283,9 @@ class PrefixIndex:
         """`publish` for full spans of one size that follow each other below `parent`; the first has no equal there."""
         table = self.table
         at = as_range(rows)
-        assert not table.published[at].any()
-        assert (table.valid[at] == table.segments[at]).all()
-        assert (table.segments[at] == table.segments[rows[0]]).all()
+        assert not any_true(table.published[at])
+        assert all_true(table.valid[at] == table.segments[at])
+        assert all_true(table.segments[at] == table.segments[rows[0]])
         assert parent == NO_SPAN or table.published[parent]
         assert self.canonical(int(rows[0]), parent) == NO_SPAN, "a span's prefix is known already"
         table.published[at] = True
@@ -347,7 +347,7 @@ class PrefixIndex:
         table = self.table
         if len(rows) == 0:
             return
-        assert table.published[rows].all()
+        assert all_true(table.published[rows])
         parents = table.parent[rows]
         np.subtract.at(table.children, parents[parents != NO_SPAN], np.int32(1))  # typed: many times faster
         assert not table.children[rows].any()
@@ -402,7 +402,7 @@ class PrefixIndex:
 
 def _counted(numbers: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
     """(number, how often it occurs), ascending."""
-    if (numbers == numbers[0]).all():
+    if all_true(numbers == numbers[0]):
         return [(int(numbers[0]), len(numbers))]
     found, counts = np.unique(numbers, return_counts=True)
     return list(zip(found.tolist(), counts.tolist(), strict=True))

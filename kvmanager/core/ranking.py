@@ -7,11 +7,9 @@ import numpy.typing as npt
 
 from kvmanager.core.eviction import Kinds, Policy
 from kvmanager.core.return_rate import SessionBook
-from kvmanager.core.rows import RowArray
+from kvmanager.core.rows import BoolArray, RowArray, places
 from kvmanager.core.spans import NO_SPAN, SpanTable
 from kvmanager.core.spec import MissCosts
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 def children_first(
@@ -27,7 +25,7 @@ def children_first(
     where = np.full(len(parent) + 1, -1)
     where[rows] = np.arange(len(rows))
     above = where[parent[rows]]  # NO_SPAN reads the last entry: none
-    below = np.flatnonzero(above >= 0)
+    below = places(above >= 0)
     moved = False
     while True:
         early = below[place[above[below]] < place[below]]
@@ -48,7 +46,7 @@ def numbered(values: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.
     offsets = values.astype(np.int64) - least
     occurs = np.zeros(spread, bool)
     occurs[offsets] = True
-    return (np.flatnonzero(occurs) + least).astype(np.int32), (np.cumsum(occurs) - 1)[offsets]
+    return (places(occurs) + least).astype(np.int32), (np.cumsum(occurs) - 1)[offsets]
 
 
 def policy_ranks(
@@ -101,11 +99,11 @@ class Ranking:
             upto = np.cumsum(sizes)
             edge = int(np.searchsorted(upto, most))
             lacking = most - int(upto[edge] - sizes[edge])
-            some = np.flatnonzero(self._rank == edge)
+            some = places(self._rank == edge)
             if lacking < len(some):
                 used = self._last_used[some]
                 some = some[used <= np.partition(used, lacking)[lacking]]
-            chosen = np.concatenate((np.flatnonzero(self._rank < edge), some))
+            chosen = np.concatenate((places(self._rank < edge), some))
         order = np.lexsort((-self._first_token[chosen], self._last_used[chosen], self._rank[chosen]))
         return chosen[order]
 

@@ -14,12 +14,10 @@ from kvmanager.allocators.fixed import PageArray
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import Pool, Want
 from kvmanager.core.ranking import Ranking, policy_ranks
+from kvmanager.core.rows import BoolArray, RowArray, all_true, any_true, places
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, READY
 from kvmanager.core.spec import MissCosts
 from kvmanager.core.tenants import goes_last, kept, span_units
-
-BoolArray = npt.NDArray[np.bool_]
-RowArray = npt.NDArray[np.int64]
 
 
 def idle(chain: Chain) -> BoolArray:
@@ -35,7 +33,7 @@ def evictable(chain: Chain) -> BoolArray:
     free: BoolArray = idle(chain)
     held = table.live & table.published & ~free
     parents = table.parent[held]
-    if free[parents[parents != NO_SPAN]].any():
+    if any_true(free[parents[parents != NO_SPAN]]):
         free &= ~_led_to(table.parent, held)
     return free
 
@@ -46,7 +44,7 @@ def _led_to(parent: npt.NDArray[np.int32], rows: BoolArray) -> BoolArray:
     none = len(rows)
     ahead = np.append(np.where(parent == NO_SPAN, none, parent), none)
     marked = np.append(rows, False)
-    while (ahead[marked] != none).any():
+    while any_true(ahead[marked] != none):
         marked[ahead[marked]] = True
         marked[none] = False
         ahead = ahead[ahead]
@@ -113,7 +111,7 @@ def reclaimable_slabs(group: Group, pool: Pool) -> int:
             if keeps is not None:
                 rows &= ~keeps
             if pool.per_slab(name) == 1:
-                total += int(chain.widths(np.flatnonzero(rows)).sum())
+                total += int(chain.widths(places(rows)).sum())
                 continue
             pages = table.pages[page_class, tier, rows].ravel()
             found = np.bincount(pages[pages != NO_PAGE] // pool.per_slab(name), minlength=pool.numbered_slabs)
@@ -184,7 +182,7 @@ def _given(
     for page_class, tier in pairs:
         pages = chain.table.pages[page_class, tier, losses.rows]
         held = pages != NO_PAGE
-        if len(pairs) > 1 and losses.stays.any():
+        if len(pairs) > 1 and any_true(losses.stays):
             held &= (~losses.stays | droppable(chain, page_class, tier)[losses.rows])[:, None]
         given[chain.spec.classes[page_class].name] = (pages[held], np.nonzero(held)[0])
     return given
@@ -304,12 +302,12 @@ class Reclaimer:
 
         A span that `stays` in the other tier need not wait for those below it.
         """
-        index, table, group = np.flatnonzero(rows), chain.table, self._group
+        index, table, group = places(rows), chain.table, self._group
         rank = policy_ranks(group.policy, group.sessions, self._costs, table, index, reloadable[index], self._now())
         if pool is not None and group.tenants.limited:
             # Trees of two tenants share no span, so that children stay before their parents.
             rank += goes_last(group, pool, table.namespace[index]) * (rank.max(initial=0) + 1)
-        parent = np.where(stays[table.parent], NO_SPAN, table.parent) if stays.any() else table.parent
+        parent = np.where(stays[table.parent], NO_SPAN, table.parent) if any_true(stays) else table.parent
         return Ranking(table, index, rank, parent)
 
     def _losses(self, chain: Chain, pool: Pool, newcomers: RowArray = NO_LOSSES.rows) -> Losses | _RankedLosses:
@@ -331,7 +329,7 @@ class Reclaimer:
         # What only the device holds besides will need its host copy again: it is no cheaper to lose than the last one.
         ranking = self._ranking(chain, rows, stays, stays if on_device else np.zeros(len(stays), bool), pool)
         redundant = chain.table.redundant & stays & rows
-        if on_device or not redundant.any():
+        if on_device or not any_true(redundant):
             return _RankedLosses(ranking, stays)
         ordered = ranking.first(len(ranking))
         first = redundant[ordered]
@@ -449,13 +447,13 @@ class Reclaimer:
 
     def _leads_to(self, chain: Chain, wanted: BoolArray, rows: BoolArray) -> BoolArray:
         """`wanted` spans and the evictable spans below them."""
-        if not (rows & ~wanted).any():
+        if not any_true(rows & ~wanted):
             return wanted
         # Pointer doubling: `ahead[row]` is 1, 2, 4, ... steps towards the root; the last entry stands for "none".
         none = len(rows)
         ahead = np.append(np.where(chain.table.parent == NO_SPAN, none, chain.table.parent), none)
         marked = np.append(wanted, False)
-        while (ahead != none).any():
+        while any_true(ahead != none):
             marked |= marked[ahead]
             ahead = ahead[ahead]
         return marked[:none] & rows
@@ -463,7 +461,7 @@ class Reclaimer:
     def evict(self, chain: Chain, rows: RowArray) -> None:
         """Forgets idle spans, children before their parents: all their copies on all shards together."""
         table = chain.table
-        assert (table.live[rows] & table.published[rows]).all(), "only what is published is evicted"
+        assert all_true(table.live[rows] & table.published[rows]), "only what is published is evicted"
         assert not (table.pins[rows] | table.busy[rows]).any(), "a span in use is evicted"
         chain.index.unpublish_many(rows)
         chain.free_spans(rows)

@@ -11,7 +11,7 @@ import numpy as np
 from kvmanager.core.events import SpanRunTable
 from kvmanager.core.group import Chain
 from kvmanager.core.plans import CopyPlan
-from kvmanager.core.rows import RowList, as_range
+from kvmanager.core.rows import BoolArray, RowArray, RowList, all_true, as_range
 from kvmanager.core.spans import DEVICE, HOST, NO_OWNER, NO_PAGE, NO_SPAN, READY
 from kvmanager.geometry import Int64Array
 
@@ -64,27 +64,33 @@ class RequestChain:
         spec, table = self.chain.spec, self.chain.table
         rows = self.rows.array[first:]
         index = as_range(rows)
-        widths = self.chain.widths(rows)
-        narrow = table.widest > 1 and bool((widths < table.widest).any())
-        keep = np.arange(table.widest) < widths[:, None] if narrow else np.ones((len(rows), table.widest), bool)
+        keep = self._held(rows)
         pages: dict[str, tuple[Int64Array, Int64Array]] = {}
         for c, page_class in enumerate(spec.classes):
-            device = table.pages[c, DEVICE, index][keep]
+            device = table.pages[c, DEVICE, index][keep].reshape(-1)
             if self.chain.has_host(c):
                 landed = (table.copies[c, HOST, index] == READY)[:, None]
-                host = np.where(landed, table.pages[c, HOST, index], NO_PAGE)[keep]
+                host = np.where(landed, table.pages[c, HOST, index], NO_PAGE)[keep].reshape(-1)
             else:
                 host = np.full(len(device), NO_PAGE, np.int64)
-            pages[page_class.name] = device, host
+            pages[page_class.name] = device.copy(), host
         return SpanRunTable(
             spec.name,
             first,
             table.first_token[index].copy(),
             table.segments[index].copy(),
             table.interleave[index].copy(),
-            table.uids[index][keep],
+            table.uids[index][keep].reshape(-1).copy(),
             pages,
         )
+
+    def _held(self, rows: RowArray) -> BoolArray | slice:
+        """Which entries of the table's page lists the spans use, bool[rows, widest]; a slice where they use all."""
+        widest = self.chain.table.widest
+        if widest == 1:
+            return slice(None)
+        widths = self.chain.widths(rows)
+        return slice(None) if all_true(widths == widest) else np.arange(widest) < widths[:, None]
 
 
 @dataclass

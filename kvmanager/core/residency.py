@@ -14,7 +14,7 @@ from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.reclaim import reclaimable_slabs
 from kvmanager.core.request import Phase, Request, RequestChain
-from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, CopyState
+from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, READY
 from kvmanager.core.state import Engine, State, concat
 from kvmanager.errors import PoolExhausted
 
@@ -130,7 +130,7 @@ def _resident_from(group: Group, request: Request, part: RequestChain) -> int:
 def _may_release(chain: Chain, latent: int, row: int) -> bool:
     copies = chain.table.copies[latent, :, row]
     return bool(
-        copies[DEVICE] == CopyState.READY and copies[HOST] == CopyState.READY and chain.table.busy[row] == 0
+        copies[DEVICE] == READY and copies[HOST] == READY and chain.table.busy[row] == 0
     )
 
 
@@ -173,7 +173,7 @@ def _rows_of(request: Request, latent: int, changed: list[int]) -> ResidencyRows
         first = part.first_page(ordinal)
         ordinals.append(np.arange(first, first + width, dtype=np.int64))
         device.append(table.pages[latent, DEVICE, row, :width])
-        landed = table.copies[latent, HOST, row] == CopyState.READY
+        landed = table.copies[latent, HOST, row] == READY
         host.append(table.pages[latent, HOST, row, :width] if landed else np.full(width, NO_PAGE, np.int64))
     return ResidencyRows(
         request.request_id, spec.classes[latent].name, concat(ordinals), concat(device), concat(host)

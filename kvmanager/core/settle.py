@@ -8,7 +8,7 @@ from kvmanager.core.admission import promises_hold
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Request, RequestChain
-from kvmanager.core.rows import RowArray, as_range, no_rows
+from kvmanager.core.rows import RowArray, all_true, as_range, no_rows
 from kvmanager.core.spans import DEVICE, FILLING, NO_SPAN, CopyState
 from kvmanager.core.state import State
 
@@ -83,14 +83,14 @@ def _newly_full(request: Request, part: RequestChain) -> RowArray:
     """The leading unsettled spans with no valid segment so far that are fenced as a whole now."""
     table, rows = part.chain.table, part.rows.array[part.settled :]
     page_rows = part.chain.spec.page_rows
-    known = min(request.fenced_tokens // page_rows, len(request.keys) // part.chain.index.key_bytes)
+    known = min(request.fenced_tokens // page_rows, len(request.keys) // part.chain.index.key_bytes) * page_rows
     if len(rows) == 0 or table.valid[rows[0]]:
         return no_rows()
-    if int(table.first_token[rows[0]]) // page_rows + int(table.segments[rows[0]]) > known:
+    if int(table.first_token[rows[0]]) + int(table.segments[rows[0]]) * page_rows > known:
         return no_rows()
     at = as_range(rows)
-    full = (table.valid[at] == 0) & (table.first_token[at] // page_rows + table.segments[at] <= known)
-    return rows.copy() if full.all() else rows[: int(np.argmin(full))].copy()
+    full = (table.valid[at] == 0) & (table.first_token[at] + table.segments[at] * page_rows <= known)
+    return rows.copy() if all_true(full) else rows[: int(np.argmin(full))].copy()
 
 
 def _take_keys(request: Request, part: RequestChain, rows: RowArray) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.core.rows import RowArray, as_range
+from kvmanager.core.rows import RowArray, as_range, longer
 
 _WORD_BYTES = 8
 
@@ -25,8 +25,8 @@ class SpanKeys:
 
     def grow(self, rows: int) -> None:
         """More rows, empty."""
-        self._lengths = np.concatenate((self._lengths, np.zeros(rows, np.int32)))
-        self._text = np.concatenate((self._text, np.zeros((rows, self._text.shape[1]), np.uint8)))
+        self._lengths = longer(self._lengths, rows)
+        self._text = longer(self._text, rows)
 
     def __getitem__(self, row: int) -> bytes:
         return self._text[row, : self._lengths[row]].tobytes()

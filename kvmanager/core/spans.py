@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmanager.allocators.fixed import PageArray
-from kvmanager.core.rows import RowArray, RowList, as_range
+from kvmanager.core.rows import RowArray, RowList, all_true, any_true, as_range, longer
 from kvmanager.core.spankeys import SpanKeys
 from kvmanager.geometry import TokenOrder
 
@@ -54,7 +54,7 @@ class SpanTable:
     last_used: ns; a parent's is never older than its published child's (int64)
     published: findable through the index (bool)
     copies[class, tier]: CopyState (uint8)
-    pages[class, tier]: page indexes, int64[rows, widest], NO_PAGE where none
+    pages[class, tier]: page indexes, int64[rows, widest], NO_PAGE where a live span has none
     uids[row]: content id of each span page, uint64[rows, widest]; given once and never again
     keys[row]: its segment keys so far, concatenated
     run, place: where the index has it, kept by the index (int32)
@@ -96,12 +96,10 @@ class SpanTable:
             "live", "parent", "children", "first_token", "segments", "interleave", "valid", "pins", "busy",
             "failures", "anchored", "redundant", "last_used", "namespace", "owner", "dead", "published", "run", "place",
         ):
-            array = getattr(self, name)
-            setattr(self, name, np.concatenate((array, np.zeros(rows, array.dtype))))
-        self.copies = np.concatenate((self.copies, np.zeros((self.classes, 2, rows), np.uint8)), axis=2)
-        empty = np.full((self.classes, 2, rows, self.widest), NO_PAGE, np.int64)
-        self.pages = np.concatenate((self.pages, empty), axis=2)
-        self.uids = np.concatenate((self.uids, np.zeros((rows, self.widest), np.uint64)))
+            setattr(self, name, longer(getattr(self, name), rows))
+        self.copies = longer(self.copies, rows, axis=2)
+        self.pages = longer(self.pages, rows, axis=2)
+        self.uids = longer(self.uids, rows)
         self.keys.grow(rows)
         older = self._unused[:]
         self._unused = RowList(np.arange(old + rows - 1, old - 1, -1, dtype=np.int64))
@@ -227,7 +225,7 @@ class SpanTable:
     ) -> None:
         """`put` for distinct spans: the first `widths[0]` pages go to the first of them, and so on."""
         at = as_range(rows)
-        assert (self.copies[page_class, tier, at] == ABSENT).all()
+        assert all_true(self.copies[page_class, tier, at] == ABSENT)
         if len(pages) == len(rows) * self.widest:
             self.pages[page_class, tier, at] = pages.reshape(len(rows), self.widest)
         else:
@@ -241,7 +239,7 @@ class SpanTable:
         if len(rows) == 1:
             return self.drop(page_class, tier, int(rows[0]))
         at = as_range(rows)
-        assert (self.copies[page_class, tier, at] != ABSENT).all()
+        assert all_true(self.copies[page_class, tier, at] != ABSENT)
         held = self.page_lists(page_class, tier, rows)
         self.pages[page_class, tier, at] = NO_PAGE
         self.copies[page_class, tier, at] = ABSENT
@@ -255,8 +253,8 @@ class SpanTable:
             return
         ordered = np.sort(rows)
         at = as_range(ordered)
-        assert self.live[at].all()
-        assert not self.published[at].any()
+        assert all_true(self.live[at])
+        assert not any_true(self.published[at])
         assert not self.pins[at].any()
         assert not self.busy[at].any()
         assert not self.copies[:, :, at].any()

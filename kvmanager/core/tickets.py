@@ -16,7 +16,7 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.rows import RowList
-from kvmanager.core.spans import DEVICE, CopyState
+from kvmanager.core.spans import ABSENT, DEVICE
 from kvmanager.core.spec import Placement
 from kvmanager.core.state import Engine, State, Ticket
 from kvmanager.errors import InvalidArgument, LeaseExpired, NotReady, StalePage, UnknownLease
@@ -76,7 +76,7 @@ def _covering(part: RequestChain, tokens: int) -> list[int]:
     table, rows = part.chain.table, part.rows.array
     held = rows[table.first_token[rows] < tokens]
     # An exporting request holds pins on its spans, so their device pages can't have left.
-    assert (table.copies[:, DEVICE, held] != CopyState.ABSENT).all()
+    assert (table.copies[:, DEVICE, held] != ABSENT).all()
     rows_held: list[int] = held.tolist()
     return rows_held
 

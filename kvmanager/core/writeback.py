@@ -12,9 +12,9 @@ from kvmanager.core.group import Chain, Group
 from kvmanager.core.movement import between_tiers
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.core.pool import Want
-from kvmanager.core.reclaim import NO_LOSSES, BoolArray, Losses, droppable
-from kvmanager.core.rows import RowArray, RowQueue
-from kvmanager.core.spans import DEVICE, HOST, CopyState
+from kvmanager.core.reclaim import NO_LOSSES, Losses, droppable
+from kvmanager.core.rows import BoolArray, RowArray, RowQueue
+from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, READY
 from kvmanager.core.state import CopyJob, State
 from kvmanager.core.tenants import NOBODY, used_units
 from kvmanager.core.verification import copied_out
@@ -158,7 +158,7 @@ def _lack(chain: Chain, page_class: int, rows: RowArray) -> BoolArray:
     if not chain.has_host(page_class):
         return np.zeros(len(rows), bool)
     copies = chain.table.copies[page_class]
-    lacks: BoolArray = (copies[DEVICE, rows] == CopyState.READY) & (copies[HOST, rows] == CopyState.ABSENT)
+    lacks: BoolArray = (copies[DEVICE, rows] == READY) & (copies[HOST, rows] == ABSENT)
     return lacks
 
 
@@ -294,7 +294,7 @@ def _submit(state: State, group: Group, number: int, rows: list[int]) -> None:
     chain = group.chains[number]
     index = np.asarray(rows, np.int64)
     for c in range(chain.table.classes):
-        new = index[chain.table.copies[c, HOST, index] == CopyState.FILLING]
+        new = index[chain.table.copies[c, HOST, index] == FILLING]
         if len(new) == 0:
             continue
         source, target = (chain.table.page_lists(c, tier, new) for tier in (DEVICE, HOST))

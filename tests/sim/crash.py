@@ -85,7 +85,7 @@ class Crashes:
                 return True  # the next daemon met the next mover at once, and knows no other
         self._left_out = node.idle(event, now) or isinstance(event, READS)
         self._idle_events += self._left_out
-        looked_at = self._left_out and (isinstance(event, READS) or self._idle_events % 4 == 0)
+        looked_at = self._left_out and (isinstance(event, READS) or self._idle_events % 8 == 0)
         self._digest = state_digest(node.state) if looked_at else ""
         return False
 
