@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvmanager.core.events import TicketInfo
+from kvmanager.core.events import Closing, TicketInfo
+from kvmanager.core.spans import DEVICE
 from tests.sim.bytes_driver import start
 from tests.sim.driver import Client, Driver, sharded_group
 
@@ -75,4 +76,41 @@ def test_the_row_that_is_computed_again_goes_to_a_page_of_its_own(tokens: int) -
     client.read(writer, "a", tokens)
     client.write(writer, "scratch", writer.cached_tokens, tokens)
     client.read(reader, "a", tokens)
+    driver.leave(client)
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["commits", "closes"])
+def test_a_donor_keeps_its_page_until_the_copy_of_it_is_fenced(closed: bool) -> None:
+    """The worker may still copy from the donor when its engine says that it is done: who needs the page waits."""
+    driver = Driver([sharded_group(4, 0)])
+    client = Client(driver, "p")
+    client.serve(1, SPAN, "a")
+    group = driver.node.state.groups["p"]
+    table = group.chains[0].table
+    (donor,) = list(table)
+    page = int(table.page_list(0, DEVICE, donor)[0])
+    taken = int(group.pools["p/hbm"].spaces["kv"].generation[page])
+
+    def others_get_it(request_id: int) -> bool:
+        """Whether a request that needs the donor's page, too, gets in."""
+        opened = client.open(request_id, 3 * SPAN, f"other {request_id}")
+        assert opened.state == "runnable" or "p/hbm" in str(opened.error)
+        return opened.state == "runnable"
+
+    opened = client.open(2, SPAN, "a")
+    assert opened.cached_tokens == SPAN - ROWS
+    assert len(opened.worker_plans) == 1
+    assert not others_get_it(3)
+    client.commit(2, SPAN - ROWS + 1)
+    assert not others_get_it(4), "said to be written, not known to be"
+    if closed:
+        client.close(2, Closing.ABORTED)
+        assert not others_get_it(5)
+    client.run(but=(7,))
+    assert not others_get_it(6), "one rank has not run its copy"
+    assert int(group.pools["p/hbm"].spaces["kv"].generation[page]) == taken
+    client.run()
+    assert table.pins[donor] == 0
+    assert others_get_it(7)
+    assert int(group.pools["p/hbm"].spaces["kv"].generation[page]) > taken
     driver.leave(client)
