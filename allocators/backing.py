@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvmanager.allocators.numa import prefer_node
 from kvmanager.errors import ConfigError, InvalidArgument
 from kvmanager.units import KIB, format_bytes
 
@@ -66,6 +67,16 @@ def open_memfd(name: str, size_bytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def place(fd: int, size_bytes: int, node: int) -> None:
+    """The memory of a memfd is to lie on a NUMA node, as far as that has room. Raises OSError (`numa.prefer_node`)."""
+    with mmap.mmap(fd, size_bytes) as mapping:
+        start = ctypes.c_char.from_buffer(mapping)
+        try:
+            prefer_node(ctypes.addressof(start), size_bytes, node)
+        finally:
+            del start  # the mapping can't be closed under it
 
 
 def populate(fd: int, offset_bytes: int, size_bytes: int) -> None:

@@ -29,6 +29,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvmanager.admin_service import AdminService
 from kvmanager.allocators.backing import host_room
+from kvmanager.allocators.numa import NO_NODE, gpu_node
 from kvmanager.attach import AttachServer, ClientIdentity
 from kvmanager.callers import Callers
 from kvmanager.clientnotes import EngineNote, RankNote, clients_of
@@ -101,7 +102,8 @@ class Daemon:
         self._boot_id, self._regions, self._node = beginning.boot_id, beginning.regions, beginning.node
         self._journal = beginning.journal
         self._beginning = beginning
-        self._fault_in = FaultIn(self._regions.made)
+        made = self._regions.made
+        self._fault_in = FaultIn(made, gpu_node(config.node.device) if made else NO_NODE)
         self._prints = parts.prints
         self._lives = ClientLives(keeper, self._fail)
         self._exit_code = 0
