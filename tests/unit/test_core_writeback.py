@@ -434,12 +434,17 @@ def test_spans_whose_copy_was_given_up_are_written_later_where_they_are_still_th
 def test_nothing_is_given_up_where_it_would_not_help():
     driver = Driver([sharded_group(4, 16)], Limits(batch_spans=1, plans_in_flight=4))
     client = Client(driver, "p")
-    client.open(1, 3 * SPAN, "a")
-    client.commit(1, 3 * SPAN)
+    client.open(1, 2 * SPAN, "a")
+    client.commit(1, 2 * SPAN)
+    client.open(2, SPAN, "ended")
+    client.commit(2, SPAN)
+    client.close(2)
     client.run()
-    assert len(driver.plans) == 3, "of a request that goes on"
-    assert client.open(2, 2 * SPAN, "b").state == "refused"
+    assert len(driver.plans) == 3, "two of a request that goes on"
+    assert client.open(3, 3 * SPAN, "b").state == "refused", "one page is free, and one more is no help"
     assert driver.cancelled == []
+    assert client.open(4, 2 * SPAN, "c").state == "refused"
+    assert len(driver.cancelled) == 1
     driver.end_all()
     driver.leave(client)
 
