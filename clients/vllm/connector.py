@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -28,14 +29,16 @@ from kvmanager.errors import ConfigError
 from kvmanager.layout import KVFormat, plain_format, plain_layout
 
 F = TypeVar("F", bound=Callable[..., Any])
+IDLE_S: Final = 50e-6
 _log = logging.getLogger("vllm.kvmanager")
 
 
 @dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's orders, on their way to the workers."""
+    """One step's orders, on their way to the workers. idle: it computes nothing, and answers are waited for."""
 
     orders: Orders = field(default_factory=Orders)
+    idle: bool = False
 
 
 @dataclass
@@ -145,7 +148,9 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Orders for this step."""
         if self._scheduling is None:
             return StepOrders()
-        return StepOrders(self._scheduling.build(_progress(scheduler_output), _preempted(scheduler_output)))
+        orders = self._scheduling.build(_progress(scheduler_output), _preempted(scheduler_output))
+        nothing = scheduler_output.total_num_scheduled_tokens == 0
+        return StepOrders(orders, nothing and self._scheduling.waiting)
 
     @_harmless(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -212,6 +217,9 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Requests whose blocks may go, and those that were loaded."""
         if self._copying is None:
             return self._without_copies()
+        if self._get_connector_metadata().idle:
+            # Such steps follow each other without end: the threads that bring the answers need the interpreter.
+            time.sleep(IDLE_S)
         return self._copying.released() or None, self._copying.received() or None
 
     def _without_copies(self) -> tuple[set[str] | None, set[str] | None]:

@@ -220,7 +220,8 @@ class Scheduling:
             load.block_ids[len(pages) :],
         )  # fmt: skip
         held.barred |= bool(order.lost_block_ids)
-        if not pages and lease.tokens:
+        if not pages:
+            # Also where the acquire failed: whether it was heard is not known, and the end of what is not there no harm.
             order.lease_id = 0
             self._end_load(load.lease_id, None)
         orders.loads.append(order)
@@ -382,6 +383,12 @@ class Scheduling:
             del self._held[request_id]
             if held.session_id:
                 self._line.turn_ended(held.session_id, held.stop_reason)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some request waits for the daemon or for a load."""
+        loads = any(kind == "load" for kind, _ in self._leases.values())
+        return loads or any(held.lookup is not None for held in self._held.values())
 
     @property
     def busy(self) -> bool:

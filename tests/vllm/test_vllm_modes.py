@@ -1,0 +1,58 @@
+"""Other ways to run an engine: latent attention (MLA), and scheduler and worker in processes of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from nodes_support import Node, node
+from vllm_support import (
+    MLA_FORMAT,
+    Engine,
+    cache_toml,
+    checkpoint,
+    prompt,
+    reference,
+    skip_without_vllm,
+    wait_for,
+)
+
+pytestmark = pytest.mark.vllm
+
+
+def served_twice(engine: Engine, served: Node, tokens: list[int], expected: list[int], least: int) -> None:
+    """Computed, stored, and loaded: the same tokens each time."""
+    engine.generate(prompt(99, 40), tokens=8)
+    assert engine.generate(tokens)["tokens"] == [expected]
+    engine.generate(prompt(98, 40), tokens=8)
+    wait_for(lambda: served.counters()["stored_tokens"] >= least, "nothing was stored")
+    engine.ask("reset")
+    loaded = engine.generate(tokens)
+    assert loaded["tokens"] == [expected]
+    assert served.counters()["acquired_tokens"] >= least
+    assert loaded["cached"][0] >= least
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    skip_without_vllm()
+    model = checkpoint("mla", tmp_path / "mla")
+    tokens = prompt(5, 300)
+    expected = reference(model, [tokens], 16)[0]
+    with (
+        node(tmp_path, "cache", cache_toml, format_=MLA_FORMAT, rows=16) as served,
+        Engine(model, served.runtime_dir, tmp_path / "log", block_size=16) as engine,
+    ):
+        served_twice(engine, served, tokens, expected, least=272)
+
+
+def test_scheduler_and_worker_in_processes_of_their_own(tmp_path: Path) -> None:
+    skip_without_vllm()
+    model = checkpoint("llama", tmp_path / "llama")
+    tokens = prompt(6, 500)
+    expected = reference(model, [tokens], 16)[0]
+    several = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with (
+        node(tmp_path, "cache", cache_toml) as served,
+        Engine(model, served.runtime_dir, tmp_path / "log", env=several) as engine,
+    ):
+        served_twice(engine, served, tokens, expected, least=448)
