@@ -221,7 +221,7 @@ class Scheduling:
         )  # fmt: skip
         held.barred |= bool(order.lost_block_ids)
         if not pages:
-            # Also where the acquire failed: whether it was heard is not known, and the end of what is not there no harm.
+            # Also where the acquire failed: nobody knows whether it was heard.
             order.lease_id = 0
             self._end_load(load.lease_id, None)
         orders.loads.append(order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ UNUSABLE = ("torchvision", "torchaudio", "torchcodec", "triton")
 HERE = Path(__file__).parent
 GROUP = "vllm"
 BLOCK = 32
-LLAMA_FORMAT, MLA_FORMAT = "kv/float32/4x2x256", "kv/float32/3x1x2304"
+LLAMA_FORMAT, MLA_FORMAT = "kv/float32/4x2x256", "kv/bfloat16/3x1x1152"
 
 
 def make_environment() -> str:
@@ -163,11 +164,17 @@ class Engine:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         self.process.wait()
-        self.process.stdout.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
         self._log_file.close()
 
     def __enter__(self) -> Engine:
-        return self.wait_ready()
+        try:
+            return self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self.close()
