@@ -27,22 +27,23 @@ import time
 from pathlib import Path
 from typing import Final
 
-from kvmanager.errors import ConfigError, DeviceError, Draining, InvalidArgument, KVError, NotReady
+from kvmanager.errors import ConfigError, DeviceError, Draining, InvalidArgument, KVError
 from kvmanager.exitcodes import EXIT_CONFIG
 from kvmanager.killpoints import reach
 from kvmanager.lockfile import holder
 from kvmanager.moverendpoint import MoverEndpoint
 from kvmanager.moverlink import mover_socket
 from kvmanager.movermemory import MoverMemory
+from kvmanager.movertransfers import MoverTransfers
 from kvmanager.planwire import plan_from_proto, ring_from_proto
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import KEEPER_LOCK, make_private_dir
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.cuda import CudaExecutor
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
-from kvmanager.transport.nixl import NixlReader, UcxSettings, agent_name
+from kvmanager.transport.nixl import UcxSettings, agent_name
 from kvmanager.transport.pacing import LinkRates, Pacer
-from kvmanager.transport.pull_pipeline import PullPipeline, PullRequest
+from kvmanager.transport.pull_pipeline import PullRequest
 from kvmanager.units import SECOND_NS
 from kvmanager.wire import (
     RegionKind,
@@ -76,8 +77,7 @@ class Mover:
         self._memory = MoverMemory(self._regions)
         self._pacer = Pacer()
         self._executor = _executor(device, self._regions, self._pacer)
-        self._reader: NixlReader | None = None
-        self._pulls: PullPipeline | None = None
+        self._hands: MoverTransfers | None = None  # from the first ticket on
         self._stop_at_s: float | None = None
         self._keeper_lock = runtime_dir / KEEPER_LOCK
         self._orphan_s = orphan_s
@@ -112,8 +112,8 @@ class Mover:
             for key, _ in self._selector.select(self._wait_s()):
                 key.data()
             self._complete(self._executor.poll(), "mover.plan.completed")
-            if self._pulls is not None:
-                self._complete(self._pulls.poll(), "mover.pull.ended")
+            if self._hands is not None:
+                self._complete(self._hands.poll(), "mover.pull.ended")
             if isinstance(self._executor, CudaExecutor) and self._executor.broken is not None:
                 _log.error("the GPU's context is lost: stopping (%s)", self._executor.broken)
                 self.stop()
@@ -124,8 +124,8 @@ class Mover:
         while self._executor.outstanding() and time.monotonic() < land_by_s:
             time.sleep(LANDING_PAUSE_S)
             self._complete(self._executor.poll(), "mover.plan.completed")
-        if self._pulls is not None:
-            self._complete(self._pulls.abandon(), "mover.pull.ended")
+        if self._hands is not None:
+            self._complete(self._hands.abandon(), "mover.pull.ended")
         self._endpoint.close()
 
     def _wait_s(self) -> float | None:
@@ -136,7 +136,7 @@ class Mover:
             if paced_s == 0:
                 return LANDING_PAUSE_S if isinstance(self._executor, CudaExecutor) and self._executor.idle() else 0.0
             waits.append(paced_s)
-        waits += [] if self._pulls is None else [self._pulls.next_poll_s()]
+        waits += [] if self._hands is None else [self._hands.next_poll_s()]
         if self._stop_at_s is not None:
             waits.append(0.05)
         if self._alone_since_s is not None:
@@ -149,7 +149,7 @@ class Mover:
             self._endpoint.complete(_completion_to_proto(completion))
 
     def _outstanding(self) -> list[int]:
-        return self._executor.outstanding() + ([] if self._pulls is None else self._pulls.outstanding())
+        return self._executor.outstanding() + ([] if self._hands is None else self._hands.outstanding())
 
     # ------------------------------------------------------------------------------------ commands
 
@@ -184,8 +184,8 @@ class Mover:
             if info.kind is RegionKind.STAGING and self._staging() is not None:
                 raise InvalidArgument(f"region {info.region_id}: this mover has its staging region {self._staging()}")
             self._memory.add(info, fds[0])
-            if self._reader is not None and info.kind is not RegionKind.TIMELINE:
-                self._reader.register(info.region_id)
+            if self._hands is not None:
+                self._hands.register(info.region_id)
         elif not self._memory.holds(info, fds[0]):
             # The daemon made the node's memory anew. Nothing held here is of use, and only our end frees it.
             self.stop()
@@ -196,7 +196,7 @@ class Mover:
         return next((i for i, info in self._memory.infos.items() if info.kind is RegionKind.STAGING), None)
 
     def _new_id(self, plan_id: int) -> None:
-        if plan_id in self._executor or (self._pulls is not None and plan_id in self._pulls):
+        if plan_id in self._executor or (self._hands is not None and plan_id in self._hands):
             raise InvalidArgument(f"plan {plan_id} is outstanding already: ids are never used twice")
 
     def _refuse(self, plan_id: int, error: KVError) -> None:
@@ -217,42 +217,30 @@ class Mover:
         try:
             if self._stop_at_s is not None:
                 raise Draining(f"pull {message.pull_id}: this mover is stopping")
-            self._pipeline().submit(_pull_from_proto(message))
+            self._transfers().pull(_pull_from_proto(message))
         except KVError as error:
             self._refuse(message.pull_id, error)
 
     def _cancel(self, plan_id: int) -> None:
         self._executor.cancel(plan_id)
-        if self._pulls is not None:
-            self._pulls.cancel(plan_id)
+        if self._hands is not None:
+            self._hands.cancel(plan_id)
 
     # --------------------------------------------------------------------------------------- NIXL
 
     def _start_agent(self) -> pb.AgentStarted:
         try:
-            agent = self._agent()
-            return pb.AgentStarted(agent_name=agent.name, agent_metadata=agent.metadata())
+            hands = self._transfers()
+            return pb.AgentStarted(agent_name=hands.reader.name, agent_metadata=hands.reader.metadata())
         except KVError as error:
             return pb.AgentStarted(error=error_to_proto(error))
 
-    def _agent(self) -> NixlReader:
-        if self._device != "cpu":
-            raise NotReady(f"the mover of {self._device} pulls from no peer in this version; hand off to a cpu node")
-        if self._reader is None:
-            reader = NixlReader(f"kvmanager-{self._device}", self.incarnation, self._regions, self._ucx)
-            for region_id, info in self._memory.infos.items():
-                if info.kind is not RegionKind.TIMELINE:
-                    reader.register(region_id)
-            self._reader = reader
-        return self._reader
-
-    def _pipeline(self) -> PullPipeline:
-        if self._pulls is None:
-            staging = self._staging()
-            if staging is None:
-                raise NotReady("this mover has no STAGING region to pull into: add one first")
-            self._pulls = PullPipeline(self._agent(), self._regions, staging)
-        return self._pulls
+    def _transfers(self) -> MoverTransfers:
+        if self._hands is None:
+            self._hands = MoverTransfers(
+                self._device, self.incarnation, self._regions, self._memory, self._ucx, self._pacer, self._staging()
+            )
+        return self._hands
 
 
 def _executor(device: str, regions: RegionMap, pacer: Pacer) -> CpuExecutor | CudaExecutor:
@@ -284,7 +272,8 @@ def _pull_from_proto(message: pb.Pull) -> PullRequest:
     if not message.agent_name.endswith(agent_name("", message.peer_incarnation)):
         raise InvalidArgument(f"agent {message.agent_name!r} is not of incarnation {message.peer_incarnation:016x}")
     ring = ring_from_proto(message)
-    return PullRequest(message.pull_id, message.agent_name, message.agent_metadata, ring, message.deadline_ns)
+    name, metadata = message.agent_name, message.agent_metadata
+    return PullRequest(message.pull_id, name, metadata, ring, message.deadline_ns, message.packed)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -293,12 +282,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runtime-dir", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--orphan-s", type=float, default=ORPHAN_S, help="time without daemon and keeper that ends it")
-    parser.add_argument("--ucx-transports", default=UcxSettings().transports)
+    parser.add_argument("--ucx-transports", help="default: tcp,cma,self and CUDA's on a GPU")
     parser.add_argument("--ucx-devices", default=UcxSettings().net_devices)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s mover %(levelname)s %(message)s")
     try:
-        ucx = UcxSettings(options.ucx_transports, options.ucx_devices)
+        transports = options.ucx_transports or UcxSettings.for_device(options.device).transports
+        ucx = UcxSettings(transports, options.ucx_devices)
         mover = Mover(options.runtime_dir, options.device, ucx, options.orphan_s)
     except ConfigError as error:
         print(f"kvmanager mover: {error}", file=sys.stderr)

@@ -1915,6 +1915,7 @@ class AcceptReply(_message.Message):
     GENERATIONS_FIELD_NUMBER: _builtins.int
     SUMMED_PAGES_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
     agent_metadata: _builtins.bytes
     """opaque: of the source mover's NIXL agent"""
     agent_name: _builtins.str
@@ -1927,6 +1928,8 @@ class AcceptReply(_message.Message):
     """u32[pages]: those of the pages, by index, whose checksums are known"""
     sums: _builtins.bytes
     """u64[words]: of each, rank by rank, section by section: two words"""
+    packed: _builtins.bool
+    """true: the mover packs pages into a ring, which is read instead of them"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceRank]:
         """one a rank of the source's shard group"""
@@ -1951,10 +1954,11 @@ class AcceptReply(_message.Message):
         generations: _builtins.bytes = ...,
         summed_pages: _builtins.bytes = ...,
         sums: _builtins.bytes = ...,
+        packed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "generations", b"generations", "layout", b"layout", "mover_incarnation", b"mover_incarnation", "ranks", b"ranks", "spans", b"spans", "summed_pages", b"summed_pages", "sums", b"sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "generations", b"generations", "layout", b"layout", "mover_incarnation", b"mover_incarnation", "packed", b"packed", "ranks", b"ranks", "spans", b"spans", "summed_pages", b"summed_pages", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2336,6 +2340,7 @@ class Pull(_message.Message):
     SUMS_FIELD_NUMBER: _builtins.int
     SECTION_STARTS_FIELD_NUMBER: _builtins.int
     SECTION_SIZES_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     pull_id: _builtins.int
     """id from the same numbers as plan ids"""
@@ -2367,6 +2372,8 @@ class Pull(_message.Message):
     """u64[sections]: bytes from a page's start"""
     section_sizes: _builtins.bytes
     """u64[sections]: bytes"""
+    packed: _builtins.bool
+    """true: the source's mover packs pages into a ring of its own, which is read"""
     @_builtins.property
     def placement(self) -> Global___Plan:
         """staging region -> target regions; its source pages are indexes of remote_addresses"""
@@ -2389,11 +2396,12 @@ class Pull(_message.Message):
         sums: _builtins.bytes = ...,
         section_starts: _builtins.bytes = ...,
         section_sizes: _builtins.bytes = ...,
+        packed: _builtins.bool = ...,
         placement: Global___Plan | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "chunk_pages", b"chunk_pages", "deadline_ns", b"deadline_ns", "first_slot", b"first_slot", "page_bytes", b"page_bytes", "peer_incarnation", b"peer_incarnation", "placement", b"placement", "pull_id", b"pull_id", "remote_addresses", b"remote_addresses", "ring_offset", b"ring_offset", "ring_slots", b"ring_slots", "section_sizes", b"section_sizes", "section_starts", b"section_starts", "summed", b"summed", "sums", b"sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "chunk_pages", b"chunk_pages", "deadline_ns", b"deadline_ns", "first_slot", b"first_slot", "packed", b"packed", "page_bytes", b"page_bytes", "peer_incarnation", b"peer_incarnation", "placement", b"placement", "pull_id", b"pull_id", "remote_addresses", b"remote_addresses", "ring_offset", b"ring_offset", "ring_slots", b"ring_slots", "section_sizes", b"section_sizes", "section_starts", b"section_starts", "summed", b"summed", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

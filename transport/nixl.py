@@ -61,6 +61,21 @@ class UcxSettings:
     transports: str = "tcp,cma,self"
     net_devices: str = "lo"
 
+    @classmethod
+    def for_device(cls, device: str) -> UcxSettings:
+        """The default of a mover. Where there is a GPU, UCX refuses to start without a transport for it."""
+        return cls() if device == "cpu" else cls(transports=f"{cls().transports},cuda_copy,cuda_ipc")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """The kind of memory that is read at a peer. `gpu`: its number there, None for host memory."""
+
+    gpu: int | None = None
+
+
+HOST_MEMORY: Final = PeerMemory()
+
 
 def load_nixl(settings: UcxSettings) -> ModuleType:
     """The installed NIXL API, with UCX's environment set before its first import.
@@ -136,7 +151,10 @@ class NixlReader:
         regions: RegionMap,
         settings: UcxSettings | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        gpu: int = 0,
     ) -> None:
+        """`gpu`: number of the device that regions without an array lie on."""
+        self._gpu = gpu
         api = load_nixl(settings or UcxSettings())
         self.name = agent_name(name, incarnation)
         self._regions = regions
@@ -162,6 +180,8 @@ class NixlReader:
         self._unsettled: dict[int, _Read] = {}
         self._settled: list[int] = []
         self._next_id = 1
+        self.descriptors = 0
+        """Given to NIXL so far, both sides' counted."""
 
     # ----------------------------------------------------------------------------- memory and peers
 
@@ -172,12 +192,16 @@ class NixlReader:
         """
         if region_id in self._registered:
             return
-        array = self._regions[region_id]
+        region, (kind, device) = self._regions.find(region_id), self._kind(region_id)
         try:
-            registered = self._agent.register_memory([(array.ctypes.data, len(array), 0, "")], "DRAM")
+            registered = self._agent.register_memory([(region.address, region.size_bytes, device, "")], kind)
         except self._errors as error:
             raise TransferFailed(f"NIXL can't register region {region_id}: {_text(error)}") from error
         self._registered[region_id] = registered
+
+    def _kind(self, region_id: int) -> tuple[str, int]:
+        """NIXL's name of the region's memory, and the device that it is on."""
+        return ("DRAM", 0) if self._regions.find(region_id).array is not None else ("VRAM", self._gpu)
 
     def metadata(self) -> bytes:
         """What a peer needs to read this agent's registered regions; opaque."""
@@ -220,8 +244,12 @@ class NixlReader:
         offsets: U64Array,
         lengths: U64Array,
         deadline_ns: int,
+        memory: PeerMemory = HOST_MEMORY,
+        note: bytes = b"",
     ) -> int:
         """Starts a read of `lengths[i]` bytes at the peer's `addresses[i]` into `offsets[i]` of a region.
+
+        `memory`: where the peer's addresses are. `note`: a message that reaches the peer after the last byte.
 
         Returns its id; every id gets exactly one `ReadResult`, whatever goes wrong on the way.
         Raises InvalidArgument, with nothing started, for arrays that don't match or leave the region.
@@ -243,7 +271,9 @@ class NixlReader:
             addresses.astype(np.int64), offsets.astype(np.int64) + base, lengths.astype(np.int64)
         )
         try:
-            handle = self._agent.initialize_xfer("READ", self._descs(local, sizes), self._descs(remote, sizes), peer)
+            ours = self._descs(local, sizes, *self._kind(region_id))
+            theirs = self._descs(remote, sizes, "DRAM" if memory.gpu is None else "VRAM", memory.gpu or 0)
+            handle = self._agent.initialize_xfer("READ", ours, theirs, peer, note)
         except self._errors as error:
             self._ended.append(ReadResult(read_id, Outcome.FAILED, 0, 0, self._typed(peer, error)))
             return read_id
@@ -264,17 +294,43 @@ class NixlReader:
             raise InvalidArgument(f"region {region_id} is not registered with the agent")
         if len(lengths) == 0:
             return
-        size = len(self._regions[region_id])
+        size = self._regions.size(region_id)
         if int(lengths.max()) > size or int(offsets.max()) > size or int((offsets + lengths).max()) > size:
             raise InvalidArgument(f"a read leaves region {region_id} of {size} bytes")
         if not (lengths > 0).all():
             raise InvalidArgument("a read of 0 bytes among others: leave it out")
 
-    def _descs(self, addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Any:
+    def _descs(self, addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], kind: str, device: int) -> Any:
         rows = np.zeros((len(addresses), 3), dtype=np.uint64)
         rows[:, 0] = addresses
         rows[:, 1] = lengths
-        return self._agent.get_xfer_descs(rows, "DRAM")
+        rows[:, 2] = device
+        self.descriptors += len(rows)
+        return self._agent.get_xfer_descs(rows, kind)
+
+    # ------------------------------------------------------------------------------------- messages
+
+    def send(self, peer: str, message: bytes) -> None:
+        """A message to a peer that was added; nobody says whether it arrives.
+
+        Raises PeerUnreachable, TransferFailed.
+        """
+        try:
+            self._agent.send_notif(peer, message)
+        except self._errors as error:
+            typed = self._typed(peer, error)
+            if isinstance(typed, PeerUnreachable):
+                self._forget_peer(peer)
+            raise typed from error
+
+    def messages(self) -> list[tuple[str, bytes]]:
+        """(peer, message), of those that came since the last call."""
+        found = self._agent.get_new_notifs()
+        return [
+            (name.decode() if isinstance(name, bytes) else name, bytes(message))
+            for name, messages in found.items()
+            for message in messages
+        ]
 
     def poll(self) -> list[ReadResult]:
         """The reads that ended since the last call."""

@@ -1,13 +1,16 @@
 """Pulls: reads from a peer into staging, then placement out of it, chunk by chunk, several pulls in turn.
 
-    waiting ──(staging free, its turn)──► reading ──(read done)──► placing ──► waiting for the next chunk
-                                             │                        │              └─(none left)─► DONE
-                                             ├─(error)──► FAILED      └─(error)──► FAILED
+    waiting ──(staging free, its turn)──► reading ──(read done)──► placing ──► placed; when all are: DONE
+       ▲                                     │                        │
+       └──(failed, tries left)───────────────┤                        └─(error)──► FAILED
+                                             ├─(failed for good)──► FAILED
                                              └─(deadline)──► UNKNOWN_FATE: its staging stays quarantined
                                                              until the late read is seen to have ended
 
 The daemon chooses where in staging a chunk lands. Two chunks whose ranges overlap never hold them at
-once; who waits longest goes first, and nobody overtakes it into a range that it waits for.
+once; who waits longest goes first, and nobody overtakes it into a range that it waits for. A pull has at most
+`ahead` chunks in staging, so free staging is the credit that it waits for. A chunk whose read failed is read again:
+the rest of the pull is not.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
 
 from kvmanager.errors import (
     ChecksumMismatch,
@@ -27,20 +31,50 @@ from kvmanager.errors import (
 )
 from kvmanager.killpoints import reach
 from kvmanager.transport.cpu import CpuExecutor
-from kvmanager.transport.executor import Completion, Outcome, RegionMap
-from kvmanager.transport.nixl import NixlReader, ReadResult
+from kvmanager.transport.executor import Completion, Executor, Outcome, RegionMap
+from kvmanager.transport.nixl import ReadResult, U64Array
 from kvmanager.transport.ring import RingPull
+from kvmanager.units import MILLISECOND_NS
+
+TRIES: Final = 3
+"""Reads of one chunk, when they fail in a way that leaves nothing in flight."""
+RETRY_PAUSE_NS: Final = 20 * MILLISECOND_NS
+"""Before the second; twice as long before the third."""
+
+
+class Reader(Protocol):
+    """What reads from peers (`NixlReader`; `PackedReads`, which has `read_packed` besides)."""
+
+    def add_peer(self, name: str, metadata: bytes) -> None:
+        """See `NixlReader.add_peer`."""
+
+    def read(
+        self, peer: str, addresses: U64Array, region_id: int, offsets: U64Array, lengths: U64Array, deadline_ns: int
+    ) -> int:
+        """See `NixlReader.read`."""
+
+    def read_packed(
+        self, peer: str, addresses: U64Array, region_id: int, offsets: U64Array, lengths: U64Array, deadline_ns: int
+    ) -> int:
+        """See `PackedReads.read_packed`."""
+
+    def poll(self) -> list[ReadResult]:
+        """See `NixlReader.poll`."""
+
+    def settled(self) -> list[int]:
+        """See `NixlReader.settled`."""
 
 
 @dataclass(frozen=True)
 class PullRequest:
-    """A pull from one agent. `deadline_ns`: time allowed from the first read on."""
+    """A pull from one agent. `deadline_ns`: time allowed from the first read on. `packed`: by the peer, before."""
 
     pull_id: int
     agent_name: str
     agent_metadata: bytes
     ring: RingPull
     deadline_ns: int
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,51 +90,80 @@ class _Span:
 
 
 @dataclass
+class _Again:
+    """A chunk whose read failed, to be read again at `at_ns`."""
+
+    chunk: int
+    at_ns: int
+
+
+@dataclass
 class _Pull:
+    """`next_chunk`: the first that was never read. `held`: chunks that hold staging."""
+
     request: PullRequest
-    chunk: int = 0
+    next_chunk: int = 0
+    placed: int = 0
     deadline_ns: int | None = None
-    read_id: int | None = None
-    placing: bool = False
+    held: dict[int, _Span] = field(default_factory=dict)
+    again: list[_Again] = field(default_factory=list)
+    tries: dict[int, int] = field(default_factory=dict)
     moved_bytes: int = 0
     busy_ns: int = 0
     ended: tuple[Outcome, KVError | None] | None = field(default=None)
 
-    @property
-    def span(self) -> _Span:
-        """Staging of its current chunk."""
-        return _Span(*self.request.ring.staging_range(self.chunk))
+    def span(self, chunk: int) -> _Span:
+        """Staging of a chunk."""
+        return _Span(*self.request.ring.staging_range(chunk))
 
     @property
-    def in_flight(self) -> bool:
-        """Whether its current chunk holds staging."""
-        return self.read_id is not None or self.placing
+    def unread(self) -> bool:
+        """Whether some chunk is to be read, now or later."""
+        return bool(self.again) or self.next_chunk < self.request.ring.chunks
+
+    def due(self, now: int) -> int | None:
+        """The chunk to be read next; None when there is none, or not yet."""
+        if self.again:
+            return self.again[0].chunk if now >= self.again[0].at_ns else None
+        return self.next_chunk if self.next_chunk < self.request.ring.chunks else None
 
 
 class PullPipeline:
     """All pulls of one mover. `poll` starts at most one read, for over loopback a read blocks until it is done.
 
-    `moved_bytes` of a pull counts bytes read from the peer, `busy_ns` reading and placing.
+    `moved_bytes` of a pull counts bytes read from the peer, `busy_ns` reading and placing, of all chunks together.
     """
 
     def __init__(
         self,
-        reader: NixlReader,
+        reader: Reader,
         regions: RegionMap,
         staging_region: int,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        placer: Executor | None = None,
+        ahead: int = 1,
     ) -> None:
+        """`placer`: copies out of staging, the pipeline's own; `CpuExecutor` when None.
+
+        `ahead`: chunks of one pull in staging. Where a read blocks for its copy more than one is of no use.
+        """
         self._reader = reader
         self._regions = regions
         self._staging = staging_region
         self._clock_ns = clock_ns
-        self._placer = CpuExecutor(regions)
+        self._placer = placer or CpuExecutor(regions)
+        self._ahead = ahead
+        self._next_placement = 1
+        self._on_host = regions.find(staging_region).array is not None
         self._pulls: dict[int, _Pull] = {}
         self._turns: list[int] = []  # who waits longest comes first
-        self._readers: dict[int, _Pull] = {}
+        self._reading: dict[int, tuple[_Pull, int]] = {}  # read -> pull and chunk
+        self._placing: dict[int, tuple[_Pull, int]] = {}  # plan -> pull and chunk
         self._quarantine: dict[int, _Span] = {}  # read of unknown fate -> staging it may still write
         self._progressed = False
         self._closed = False
+        self.retries = 0
+        """Chunks read again so far."""
 
     def submit(self, request: PullRequest) -> None:
         """Takes a pull. What is wrong with it comes back as its FAILED completion, before a byte moves.
@@ -136,95 +199,145 @@ class PullPipeline:
         for completion in self._placer.poll():
             self._after_placement(completion)
         self._start_one()
-        ended = [pull for pull in self._pulls.values() if pull.ended is not None and not pull.in_flight]
+        ended = [pull for pull in self._pulls.values() if pull.ended is not None and not pull.held]
         return [self._end(pull) for pull in ended]
 
     def next_poll_s(self) -> float | None:
         """How long the owner may sleep before the next `poll`; None: until something is submitted."""
-        if self._progressed or self._placer.outstanding():
+        if self._progressed or (self._placing and self._on_host):
             return 0.0
         if self._pulls:
-            return 0.001
+            return 0.001 if self._on_host else 0.0003
         return 0.05 if self._quarantine else None
 
     def _after_read(self, result: ReadResult) -> None:
         self._progressed = True
-        pull = self._readers.pop(result.read_id)
-        pull.read_id = None
+        pull, chunk = self._reading.pop(result.read_id)
         pull.moved_bytes += result.moved_bytes
         pull.busy_ns += result.busy_ns
-        if result.outcome is not Outcome.DONE:
-            if result.outcome is Outcome.UNKNOWN_FATE:
-                self._quarantine[result.read_id] = pull.span
+        if result.outcome is Outcome.UNKNOWN_FATE:
+            self._quarantine[result.read_id] = pull.held.pop(chunk)
+            # Also where it was cancelled or had failed: its end must not say that nothing is in flight.
             pull.ended = (result.outcome, result.error)
-        elif pull.ended is None:
+        elif result.outcome is not Outcome.DONE:
+            del pull.held[chunk]
+            self._try_again(pull, chunk, result)
+        elif pull.ended is not None:
+            del pull.held[chunk]
+        else:
             reach("mover.pull.chunk_read")
-            if pull.request.ring.expected is not None:
-                try:
-                    pull.request.ring.verify(pull.chunk, self._regions[self._staging])
-                except ChecksumMismatch as error:
-                    pull.ended = (Outcome.FAILED, error)
-                    return
-            pull.placing = True
-            self._placer.submit(replace(pull.request.ring.placed(pull.chunk), plan_id=pull.request.pull_id))
+            self._place(pull, chunk)
+
+    def _try_again(self, pull: _Pull, chunk: int, result: ReadResult) -> None:
+        """A read failed and left nothing in flight: the same chunk once more, unless it was tried enough."""
+        pull.tries[chunk] = pull.tries.get(chunk, 0) + 1
+        if pull.ended is not None:
+            return
+        if pull.tries[chunk] >= TRIES:
+            pull.ended = (result.outcome, result.error)
+            return
+        self.retries += 1
+        pull.again.append(_Again(chunk, self._clock_ns() + RETRY_PAUSE_NS * pull.tries[chunk]))
+
+    def _place(self, pull: _Pull, chunk: int) -> None:
+        ring = pull.request.ring
+        if self._on_host:
+            try:
+                ring.verify(chunk, self._regions[self._staging])
+            except ChecksumMismatch as error:
+                self._fail(pull, chunk, error)
+                return
+        plan = replace(ring.placed(chunk), plan_id=self._next_placement)
+        if not self._on_host:
+            # What lies on a GPU is summed up there, behind its placement; nobody uses it before the pull has ended.
+            plan = replace(plan, sums=ring.sums_asked(chunk, self._staging))
+        self._next_placement += 1
+        self._placing[plan.plan_id] = pull, chunk
+        self._placer.submit(plan)
+
+    def _fail(self, pull: _Pull, chunk: int, error: KVError) -> None:
+        del pull.held[chunk]
+        pull.ended = pull.ended or (Outcome.FAILED, error)
 
     def _after_placement(self, completion: Completion) -> None:
         self._progressed = True
-        pull = self._pulls[completion.plan_id]
-        pull.placing = False
+        pull, chunk = self._placing.pop(completion.plan_id)
         pull.busy_ns += completion.busy_ns
+        if completion.outcome is Outcome.DONE and completion.sums is not None:
+            try:
+                pull.request.ring.compare(chunk, completion.sums)
+            except ChecksumMismatch as error:
+                self._fail(pull, chunk, error)
+                return
+        del pull.held[chunk]
         if completion.outcome is Outcome.DONE:
             reach("mover.pull.chunk_placed")
-            pull.chunk += 1
-        elif pull.ended is None:
+            pull.placed += 1
+        elif completion.outcome is Outcome.UNKNOWN_FATE or pull.ended is None:
             pull.ended = (completion.outcome, completion.error)
 
     def _start_one(self) -> None:
-        """Starts the chunk of the pull that has waited longest, of those whose staging is free."""
-        held = [pull.span for pull in self._pulls.values() if pull.in_flight]
+        """Starts the next chunk of the pull that has waited longest, of those whose staging is free."""
+        taken = [span for pull in self._pulls.values() for span in pull.held.values()]
+        now = self._clock_ns()
         for pull_id in self._turns:
             pull = self._pulls[pull_id]
-            if pull.in_flight or pull.ended is not None or self._is_over(pull):
+            if pull.ended is not None or self._is_over(pull, now) or len(pull.held) >= self._ahead:
                 continue
-            span = pull.span
+            chunk = pull.due(now)
+            if chunk is None:
+                continue
+            span = pull.span(chunk)
             if any(span.overlaps(late) for late in self._quarantine.values()):
                 pull.ended = (
                     Outcome.FAILED,
                     TransferFailed(
-                        f"pull {pull_id}: chunk {pull.chunk} needs staging that a read of unknown fate may yet write; "
+                        f"pull {pull_id}: chunk {chunk} needs staging that a read of unknown fate may yet write; "
                         "use other staging or restart this mover"
                     ),
                 )
                 continue
-            if any(span.overlaps(other) for other in held):
-                held.append(span)  # later pulls must not take what this one waits for
+            if any(span.overlaps(other) for other in taken):
+                taken.append(span)  # later pulls must not take what this one waits for
                 continue
             self._turns.remove(pull_id)
             self._turns.append(pull_id)
-            self._start(pull)
+            self._start(pull, chunk, span)
             return
 
-    def _is_over(self, pull: _Pull) -> bool:
+    def _is_over(self, pull: _Pull, now: int) -> bool:
         """Ends a pull that has no chunk left, or no time."""
-        if pull.chunk == pull.request.ring.chunks:
+        chunks = pull.request.ring.chunks
+        if pull.placed == chunks:
             pull.ended = (Outcome.DONE, None)
-        elif pull.deadline_ns is not None and self._clock_ns() >= pull.deadline_ns:
-            late = f"pull {pull.request.pull_id}: {pull.chunk} of {pull.request.ring.chunks} chunks by its deadline"
+        elif pull.deadline_ns is not None and now >= pull.deadline_ns and pull.unread:
+            late = f"pull {pull.request.pull_id}: {pull.placed} of {chunks} chunks by its deadline"
             pull.ended = (
                 Outcome.FAILED,
-                TransferTimeout(f"{late} of {pull.request.deadline_ns} ns; nothing is in flight"),
+                TransferTimeout(f"{late} of {pull.request.deadline_ns} ns; no read is in flight any more when it ends"),
             )
         return pull.ended is not None
 
-    def _start(self, pull: _Pull) -> None:
+    def _start(self, pull: _Pull, chunk: int, span: _Span) -> None:
         self._progressed = True
+        request = pull.request
+        if pull.again:
+            pull.again.pop(0)
+            try:
+                # Its connection may have been what failed.
+                self._reader.add_peer(request.agent_name, request.agent_metadata)
+            except TransferError as error:
+                pull.ended = (Outcome.FAILED, error)
+                return
+        else:
+            pull.next_chunk += 1
         if pull.deadline_ns is None:
-            pull.deadline_ns = self._clock_ns() + pull.request.deadline_ns
-        addresses, offsets, lengths = pull.request.ring.reads(pull.chunk)
-        pull.read_id = self._reader.read(
-            pull.request.agent_name, addresses, self._staging, offsets, lengths, pull.deadline_ns
-        )
-        self._readers[pull.read_id] = pull
+            pull.deadline_ns = self._clock_ns() + request.deadline_ns
+        read = self._reader.read_packed if request.packed else self._reader.read
+        addresses, offsets, lengths = request.ring.reads(chunk)
+        read_id = read(request.agent_name, addresses, self._staging, offsets, lengths, pull.deadline_ns)
+        pull.held[chunk] = span
+        self._reading[read_id] = pull, chunk
 
     def _end(self, pull: _Pull) -> Completion:
         assert pull.ended is not None
@@ -243,8 +356,9 @@ class PullPipeline:
             return
         self._progressed = True
         pull.ended = (Outcome.CANCELLED, None)
-        if pull.placing:
-            self._placer.cancel(pull_id)
+        for plan_id, (of, _) in self._placing.items():
+            if of is pull:
+                self._placer.cancel(plan_id)
 
     def __contains__(self, pull_id: int) -> bool:
         """Whether the pull is outstanding."""
@@ -259,7 +373,7 @@ class PullPipeline:
         self._closed = True
         completions = self.poll()
         for pull_id, pull in list(self._pulls.items()):
-            if pull.read_id is not None:
+            if any(of is pull for of, _ in self._reading.values()):
                 late = TransferFailed(f"pull {pull_id}: the mover stopped during a read")
                 pull.ended = (Outcome.UNKNOWN_FATE, late)
             elif pull.ended is None:

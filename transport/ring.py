@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.core.checksums import SUM_WORDS, ExpectedSums
+from kvmanager.core.checksums import SUM_WORDS, ExpectedSums, PageSections, SumArray
 from kvmanager.core.plans import CopyPlan, PagedCopies, PlacedPages
 from kvmanager.errors import ChecksumMismatch, InvalidArgument
 from kvmanager.geometry import Int64Array
@@ -75,9 +75,9 @@ class RingPull:
         """Raises ChecksumMismatch unless the chunk's bytes in staging are those that were summed up at the source."""
         if self.expected is None:
             return
-        first, last = self._pages(chunk)
+        first, _ = self._pages(chunk)
         start, _ = self.staging_range(chunk)
-        low, high = np.searchsorted(self.expected.pages, (first, last)).tolist()
+        low, high = self._known(chunk)
         for place in range(low, high):
             page = int(self.expected.pages[place])
             at = start + (page - first) * self.page_bytes
@@ -89,6 +89,36 @@ class RingPull:
                         f"{int(self.addresses[page]):#x} of the peer: bytes [{begin}, {begin + size}) are not those "
                         "that were written there; nothing of the pull is used"
                     )
+
+    def sums_asked(self, chunk: int, staging: int) -> PageSections | None:
+        """What is to be summed up in staging to `compare` the chunk; None where nothing is known of it."""
+        low, high = self._known(chunk)
+        if self.expected is None or low == high:
+            return None
+        first, _ = self._pages(chunk)
+        start, _ = self.staging_range(chunk)
+        offsets = start + (self.expected.pages[low:high] - first) * self.page_bytes
+        return PageSections(np.full(high - low, staging, np.int32), offsets, self.expected.sections)
+
+    def compare(self, chunk: int, sums: SumArray) -> None:
+        """Raises ChecksumMismatch unless these sums, of what `sums_asked` named, are those of the source."""
+        assert self.expected is not None
+        low, high = self._known(chunk)
+        wrong = np.flatnonzero((sums != self.expected.sums[low:high]).any(axis=1))
+        if len(wrong):
+            page = int(self.expected.pages[low + int(wrong[0])])
+            raise ChecksumMismatch(
+                f"pull {self.placement.plan_id}: page {page} of {len(self.addresses)}, at "
+                f"{int(self.addresses[page]):#x} of the peer, does not hold what was written there; "
+                "nothing of the pull is used"
+            )
+
+    def _known(self, chunk: int) -> tuple[int, int]:
+        """Which of the expected sums are of the chunk's pages: [low, high)."""
+        if self.expected is None:
+            return 0, 0
+        low, high = np.searchsorted(self.expected.pages, self._pages(chunk)).tolist()
+        return low, high
 
     def _check_source(self, staging: int, c: PagedCopies) -> None:
         if c.source_region != staging or c.target_region == staging:

@@ -79,7 +79,7 @@ def _measure(suites: Iterable[Callable[[], Iterator[Figure]]], figures: list[dic
 
 def _on_gpu() -> tuple[dict[str, str], dict[str, Callable[[], Iterator[Figure]]]]:
     """The machine and the suites. Imported late: the other figures need no torch."""
-    from tests.bench import gpu_checksums, gpu_copies, gpu_figures, gpu_hisparse, gpu_kernels
+    from tests.bench import gpu_checksums, gpu_copies, gpu_figures, gpu_handoff, gpu_hisparse, gpu_kernels
 
     suites = {
         "copies": gpu_copies.figures,
@@ -89,6 +89,8 @@ def _on_gpu() -> tuple[dict[str, str], dict[str, Callable[[], Iterator[Figure]]]
         "hisparse": gpu_hisparse.figures,
         "kernels": gpu_kernels.figures,
     }
+    if gpu_handoff.possible():
+        suites["handoff"] = gpu_handoff.figures
     return gpu_figures.machine(), suites
 
 

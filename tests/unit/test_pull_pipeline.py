@@ -8,11 +8,18 @@ import pytest
 from kvmanager.core.checksums import ExpectedSums
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.core.spanplans import copy_pages
-from kvmanager.errors import ChecksumMismatch, Draining, InvalidArgument, PeerUnreachable, TransferTimeout
+from kvmanager.errors import (
+    ChecksumMismatch,
+    Draining,
+    InvalidArgument,
+    PeerUnreachable,
+    TransferFailed,
+    TransferTimeout,
+)
 from kvmanager.transport.checksums import section_sum
 from kvmanager.transport.executor import Outcome, RegionMap
 from kvmanager.transport.nixl import ReadResult
-from kvmanager.transport.pull_pipeline import PullPipeline, PullRequest
+from kvmanager.transport.pull_pipeline import RETRY_PAUSE_NS, PullPipeline, PullRequest
 from kvmanager.transport.ring import RingPull
 
 STAGING, TARGET = 1, 2
@@ -55,16 +62,17 @@ class HandReader:
 
 
 class Bench:
-    def __init__(self):
+    def __init__(self, ahead=1):
         regions = RegionMap()
         self.staging = np.arange(SIZE, dtype=np.uint64).astype(np.uint8)
         regions.add(STAGING, self.staging)
         regions.add(TARGET, np.zeros(SIZE, dtype=np.uint8))
         self.reader, self.now = HandReader(), 0
-        self.pipeline = PullPipeline(self.reader, regions, STAGING, lambda: self.now)
+        self.pipeline = PullPipeline(self.reader, regions, STAGING, lambda: self.now, ahead=ahead)
 
-    def submit(self, pull_id, *spans, deadline_ns=100, metadata=b""):
-        self.pipeline.submit(PullRequest(pull_id, "peer", metadata, _ring(*spans), deadline_ns))
+    def submit(self, pull_id, *spans, deadline_ns=10**9, metadata=b"", slots=1):
+        ring = replace(_ring(*spans), slots=slots)
+        self.pipeline.submit(PullRequest(pull_id, "peer", metadata, ring, deadline_ns))
 
     def polls(self, count=6):
         return {c.plan_id: c for _ in range(count) for c in self.pipeline.poll()}
@@ -130,8 +138,8 @@ def test_chunks_of_pulls_alternate(bench):
 
 
 def test_the_deadline_counts_from_the_first_read_and_ends_a_pull_between_chunks(bench):
-    bench.submit(1, (0, 10), (0, 10))
-    bench.submit(2, (0, 10))
+    bench.submit(1, (0, 10), (0, 10), deadline_ns=100)
+    bench.submit(2, (0, 10), deadline_ns=100)
     bench.polls()
     bench.now = 99
     bench.reader.end(1)
@@ -170,9 +178,89 @@ def test_a_failed_read_fails_its_pull_only(bench):
     bench.reader.end(1, Outcome.FAILED, PeerUnreachable("gone"))
     bench.reader.end(2)
     ended |= bench.polls()
+    for read_id in (3, 4):  # the same chunk, twice more
+        bench.now += 2 * RETRY_PAUSE_NS
+        ended |= bench.polls()
+        bench.reader.end(read_id, Outcome.FAILED, PeerUnreachable("gone"))
+        ended |= bench.polls()
+    assert bench.started == [0, 20, 0, 0]
     assert {i: c.outcome for i, c in ended.items()} == {1: Outcome.FAILED, 2: Outcome.DONE, 3: Outcome.FAILED}
     assert isinstance(ended[1].error, PeerUnreachable)
     assert isinstance(ended[3].error, PeerUnreachable)
+
+
+def test_a_chunk_that_failed_is_read_again_and_nothing_else_is(bench):
+    bench.submit(1, *[(0, 10)] * 3)
+    bench.polls()
+    bench.reader.end(1)
+    bench.polls()
+    bench.reader.end(2, Outcome.FAILED, TransferFailed("torn"))
+    bench.polls()
+    assert bench.started == [0, 0], "after a pause"
+    assert bench.pipeline.next_poll_s() is not None
+    bench.submit(2, (0, 10))
+    bench.polls()
+    bench.reader.end(3)
+    assert 2 in bench.polls(), "others use the staging meanwhile"
+    bench.now = RETRY_PAUSE_NS
+    bench.polls()
+    bench.reader.end(4)
+    bench.polls()
+    bench.reader.end(5)
+    ended = bench.polls()
+    assert (ended[1].outcome, ended[1].moved_bytes) == (Outcome.DONE, 30)
+    assert (bench.pipeline.retries, len(bench.started)) == (1, 5)
+
+
+def test_a_chunk_is_not_read_again_after_a_cancel_or_the_deadline(bench):
+    for pull_id, deadline_ns in ((1, 10**9), (2, 100)):
+        bench.submit(pull_id, (20 * pull_id, 20 * pull_id + 10), deadline_ns=deadline_ns)
+    bench.polls()
+    bench.pipeline.cancel(1)
+    for read_id in (1, 2):
+        bench.reader.end(read_id, Outcome.FAILED, TransferFailed("torn"))
+    bench.now = RETRY_PAUSE_NS
+    ended = bench.polls()
+    assert ended[1].outcome is Outcome.CANCELLED
+    assert isinstance(ended[2].error, TransferTimeout)
+    assert len(bench.started) == 2
+
+
+def test_several_chunks_of_a_pull_are_under_way_where_reads_do_not_block():
+    bench = Bench(ahead=3)
+    bench.submit(1, *[(0, 10)] * 9, slots=4)
+    bench.polls()
+    assert bench.started == [0, 10, 20]
+    bench.reader.end(2)
+    bench.polls()
+    assert bench.started == [0, 10, 20, 30], "its placement is over, so one more"
+    bench.reader.end(3)
+    bench.polls()
+    assert len(bench.started) == 4, "the next one's place is that of the first, whose read goes on"
+    bench.submit(2, (100, 110))
+    bench.polls()
+    assert bench.started[4:] == [100], "which is in nobody else's way"
+    bench.reader.end(1)
+    bench.reader.end(5)
+    ended = bench.polls()
+    bench.reader.end(4)
+    for read_id in range(6, 12):
+        ended |= bench.polls()
+        if read_id in bench.reader._open:
+            bench.reader.end(read_id)
+    ended |= bench.polls()
+    assert {i: c.moved_bytes for i, c in ended.items()} == {1: 90, 2: 10}
+
+
+def test_a_read_of_unknown_fate_is_not_hidden_by_a_chunk_that_failed_before():
+    bench = Bench(ahead=2)
+    bench.submit(1, *[(0, 10)] * 2, slots=2)
+    bench.polls()
+    bench.pipeline.cancel(1)
+    bench.reader.end(1, Outcome.FAILED, TransferFailed("torn"))
+    assert bench.polls() == {}, "a read is in flight"
+    bench.reader.end(2, Outcome.UNKNOWN_FATE, TransferTimeout("late"))
+    assert bench.polls()[1].outcome is Outcome.UNKNOWN_FATE
 
 
 def test_a_cancelled_pull_ends_once_its_read_has(bench):

@@ -1,0 +1,211 @@
+"""Packs pages for peers: copies what a reader asks for side by side into a ring, and tells where it lies.
+
+Peers take turns, and an ask waits until the ring has room: that is what holds a fast reader back. A slot is free again
+when its reader is done, or a while after the lease that the reader itself named: later than that it uses nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
+from kvmanager.core.spanplans import copy_pages
+from kvmanager.errors import InvalidArgument, KVError, TransferError
+from kvmanager.geometry import Int64Array
+from kvmanager.transport.executor import Completion, Executor, Outcome, RegionMap
+from kvmanager.transport.nixl import NixlReader
+from kvmanager.transport.pack_messages import Ask, Packed, Refused
+
+SLOT_GRACE_NS: Final = 1_000_000_000
+MOST_ASKS: Final = 256
+"""Waiting, of one peer."""
+_log = logging.getLogger("kvmanager.mover")
+
+
+@dataclass
+class _Slot:
+    """Bytes [start, end) of the ring, held for an ask until `until_ns`. `plan_id`: while it is being filled."""
+
+    start: int
+    end: int
+    until_ns: int
+    plan_id: int | None
+    dropped: bool = False
+
+
+class PackService:
+    """Asks by peer, and the slots of the ring `region` that their answers hold. Polled by the mover's thread."""
+
+    def __init__(
+        self,
+        reader: NixlReader,
+        regions: RegionMap,
+        executor: Executor,
+        region: int,
+        sources: Callable[[], list[int]],
+        gpu: int | None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`executor`: this service's own. `sources`: regions that may be read. `gpu`: where the ring is."""
+        self._reader = reader
+        self._regions = regions
+        self._executor = executor
+        self._region = region
+        self._sources = sources
+        self._gpu = gpu
+        self._clock_ns = clock_ns
+        self._asks: dict[str, deque[tuple[Ask, int]]] = {}  # with when it came
+        self._slots: dict[tuple[str, int], _Slot] = {}
+        self._filling: dict[int, tuple[str, int]] = {}
+        self._next_plan = 1
+        self._heard_ns = 0
+
+    def ask(self, peer: str, ask: Ask) -> None:
+        """Takes an ask; the answer, or why there is none, goes to the peer."""
+        self._heard_ns = self._clock_ns()
+        try:
+            self._reader.add_peer(peer, ask.metadata)
+        except TransferError as error:
+            _log.warning("agent %s asks for pages and can't be answered: %s", peer, error)
+            return
+        waiting = self._asks.setdefault(peer, deque())
+        if len(waiting) >= MOST_ASKS:
+            self._refuse(peer, ask.ask_id, f"{MOST_ASKS} asks of this agent wait already")
+        else:
+            waiting.append((ask, self._heard_ns))
+
+    def done(self, peer: str, ask_id: int) -> None:
+        """The peer needs nothing more of an ask."""
+        self._heard_ns = self._clock_ns()
+        slot = self._slots.get((peer, ask_id))
+        if slot is not None:
+            slot.dropped = True
+            self._free_if_quiet((peer, ask_id), slot)
+        elif peer in self._asks:
+            self._asks[peer] = deque(each for each in self._asks[peer] if each[0].ask_id != ask_id)
+
+    def poll(self) -> None:
+        """Packs on."""
+        now = self._clock_ns()
+        for key, slot in list(self._slots.items()):
+            if now >= slot.until_ns:
+                slot.dropped = True
+                self._free_if_quiet(key, slot)
+        for completion in self._executor.poll():
+            self._packed(completion)
+        while self._start_next(now):
+            pass
+
+    def next_poll_s(self) -> float:
+        """How long the owner may sleep: messages of peers make no descriptor readable."""
+        if self._executor.outstanding():
+            return 0.0 if self._gpu is None else 0.0002
+        return 0.0005 if self._asks or self._slots or self._clock_ns() - self._heard_ns < 2_000_000_000 else 0.01
+
+    def outstanding(self) -> int:
+        """Slots held and asks that wait."""
+        return len(self._slots) + sum(len(waiting) for waiting in self._asks.values())
+
+    def _start_next(self, now: int) -> bool:
+        """Packs for the peer whose turn it is; False when nobody waits or there is no room."""
+        if not self._asks:
+            return False
+        peer = next(iter(self._asks))
+        waiting = self._asks.pop(peer)
+        while waiting and now - waiting[0][1] >= waiting[0][0].lease_ns:
+            waiting.popleft()  # its reader has given up
+        if not waiting:
+            return True
+        ask, came_ns = waiting[0]
+        try:
+            start = self._room(len(ask.addresses) * ask.page_bytes)
+            copies = None if start is None else self._copies(ask, start)
+        except KVError as error:
+            waiting.popleft()
+            self._refuse(peer, ask.ask_id, str(error))
+        else:
+            if copies is None or start is None:
+                self._asks = {peer: waiting, **self._asks}  # first again, when there is room
+                return False
+            waiting.popleft()
+            self._pack(peer, ask, start, copies, came_ns)
+        if waiting:
+            self._asks[peer] = waiting
+        return True
+
+    def _pack(self, peer: str, ask: Ask, start: int, copies: tuple[PagedCopies, ...], came_ns: int) -> None:
+        plan = CopyPlan(self._next_plan, Purpose.PLACE, copies)
+        self._next_plan += 1
+        until = came_ns + ask.lease_ns + SLOT_GRACE_NS
+        end = start + len(ask.addresses) * ask.page_bytes
+        self._slots[peer, ask.ask_id] = _Slot(start, end, until, plan.plan_id)
+        self._filling[plan.plan_id] = peer, ask.ask_id
+        self._executor.submit(plan)
+
+    def _copies(self, ask: Ask, start: int) -> tuple[PagedCopies, ...]:
+        """The pages to `start` of the ring, region by region. Raises InvalidArgument for others' addresses."""
+        ids = np.array(sorted(self._sources(), key=self._regions.address), np.int64)
+        begins = np.array([self._regions.address(i) for i in ids.tolist()], np.uint64)
+        sizes = np.array([self._regions.size(i) for i in ids.tolist()], np.uint64)
+        place = np.searchsorted(begins, ask.addresses, side="right") - 1
+        offsets = ask.addresses - begins[place]
+        page = np.uint64(ask.page_bytes)
+        bad = (place < 0) | (offsets + page > sizes[place]) | (offsets % max(page, np.uint64(1)) > 0)
+        if ask.page_bytes == 0 or bad.any():
+            raise InvalidArgument(f"{int(bad.sum())} of {len(bad)} addresses are of no page of {ask.page_bytes} B here")
+        pages: Int64Array = (offsets // page).astype(np.int64)
+        copies: list[PagedCopies] = []
+        for number in np.unique(place).tolist():
+            mine = np.flatnonzero(place == number)
+            copies += copy_pages(ask.page_bytes, int(ids[number]), pages[mine], self._region, mine)
+        return tuple(
+            replace(c, boxes=tuple(replace(box, target_offset=box.target_offset + start) for box in c.boxes))
+            for c in copies
+        )
+
+    def _room(self, size_bytes: int) -> int | None:
+        """Where so many bytes are free. Raises InvalidArgument for more than the ring has."""
+        total = self._regions.size(self._region)
+        if not 0 < size_bytes <= total:
+            raise InvalidArgument(f"{size_bytes} bytes at once; the ring that they are packed in has {total}")
+        at = 0
+        for slot in sorted(self._slots.values(), key=lambda s: s.start):
+            if slot.start - at >= size_bytes:
+                return at
+            at = slot.end
+        return at if total - at >= size_bytes else None
+
+    def _packed(self, completion: Completion) -> None:
+        key = self._filling.pop(completion.plan_id)
+        peer, ask_id = key
+        slot = self._slots[key]
+        if completion.outcome is Outcome.UNKNOWN_FATE:
+            return  # the GPU's context is lost: this process ends
+        slot.plan_id = None
+        if completion.outcome is not Outcome.DONE:
+            slot.dropped = True
+            self._refuse(peer, ask_id, str(completion.error))
+        elif not slot.dropped:
+            address = self._regions.address(self._region) + slot.start
+            self._answer(peer, Packed(ask_id, address, self._gpu).encode())
+        self._free_if_quiet(key, slot)
+
+    def _free_if_quiet(self, key: tuple[str, int], slot: _Slot) -> None:
+        if slot.dropped and slot.plan_id is None:
+            del self._slots[key]
+
+    def _refuse(self, peer: str, ask_id: int, why: str) -> None:
+        self._answer(peer, Refused(ask_id, why).encode())
+
+    def _answer(self, peer: str, message: bytes) -> None:
+        try:
+            self._reader.send(peer, message)
+        except TransferError as error:
+            _log.info("agent %s is not told what was packed: %s", peer, error)
