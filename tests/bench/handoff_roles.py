@@ -25,8 +25,8 @@ import numpy as np
 from kvmanager.allocators.cuda_driver import DeviceContext, call, device_ordinal
 from kvmanager.allocators.device_memory import DeviceMapping, create_device_memory
 from kvmanager.core.events import PullTarget
-from kvmanager.core.plans import StridedCopies
-from kvmanager.core.spanplans import SpanRun
+from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
+from kvmanager.core.spanplans import SpanRun, copy_pages
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import GLM53, GLM53_TINY, KVLayout, indexer_layout, latent_layout, native_layout
@@ -134,13 +134,12 @@ class Source(Role):
     def _fill(self, rank: int, size: int) -> None:
         piece = 16 * MIB
         for start in range(0, size, piece):
-            data = word(rank, np.arange(start // 4, min(start + piece, size) // 4, dtype=np.uint64)).view(np.uint8)
-            if not self.on_gpu:
-                self.regions[SHARD + rank][start : start + len(data)] = data
-            elif start < 4 * piece or start + 2 * piece > size:
-                call("cuMemcpyHtoD", self.regions.address(SHARD + rank) + start, data.ctypes.data, len(data))
+            end = min(start + piece, size)
+            if self.on_gpu:
+                self._fill_on_gpu(rank, start, (end - start) // 4)
             else:
-                self._fill_on_gpu(rank, start, len(data) // 4)
+                data = word(rank, np.arange(start // 4, end // 4, dtype=np.uint64))
+                self.regions[SHARD + rank][start:end] = data.view(np.uint8)
 
     def _fill_on_gpu(self, rank: int, start: int, words: int) -> None:
         import torch
@@ -161,9 +160,29 @@ class Source(Role):
             ring=self.regions.address(PACK),
             gpu=self.gpu,
         )
-        while not select.select([sys.stdin], [], [], self.service.next_poll_s())[0]:
+        while True:
+            if select.select([sys.stdin], [], [], self.service.next_poll_s())[0]:
+                line = sys.stdin.readline()
+                if not line:
+                    return
+                name, *arguments = json.loads(line)
+                say(**getattr(self, name)(*arguments))
             self.reads.poll()
             self.service.poll()
+
+    def pack(self, overlap: int) -> dict[str, Any]:
+        """Bytes a second of packing alone. `overlap`: 1 lets the driver leave the processors to others."""
+        executor = self.executor()
+        _overlap(executor, overlap)
+        total, started = 0, time.perf_counter()
+        for number in range(64):
+            pages = (np.arange(self.chunk_pages) + number * self.chunk_pages) % self.spans
+            copies = copy_pages(self.layout.page_bytes, SHARD, pages, PACK, np.arange(self.chunk_pages))
+            executor.submit(CopyPlan(number, Purpose.PLACE, copies))
+            total += copies[0].total_bytes
+        while executor.outstanding():
+            executor.poll()
+        return {"rate": total / (time.perf_counter() - started)}
 
 
 class Target(Role):
@@ -186,6 +205,48 @@ class Target(Role):
         self.peer = peer
         self.reader.add_peer(peer["agent"], base64.b64decode(peer["metadata"]))
         return {"bytes": self.spans * RANKS * self.layout.page_bytes}
+
+    def pulls(self, order: str, count: int) -> dict[str, Any]:
+        """Several, one after another; the seconds of each."""
+        return {"seconds": [self.pull(order)["seconds"] for _ in range(count)]}
+
+    def shape(self, ahead: int, chunk_pages: int, overlap: int) -> dict[str, Any]:
+        """How it pulls from now on."""
+        self.chunk_pages = chunk_pages
+        self.pipeline._ahead = ahead
+        _overlap(self.pipeline._placer, overlap)
+        return {}
+
+    def stages(self, order: str) -> dict[str, Any]:
+        """Milliseconds of a chunk's way, median and most: asked, packed, read, placed."""
+        trace: dict[int, list[float]] = {}
+        begin, after, place = self.reads._begin, self.reads._after, self.pipeline._after_placement
+        chunks: dict[int, int] = {}
+
+        def began(said: Any, read: Any) -> None:
+            trace[said.ask_id] = [read.asked_ns / 1e6, time.monotonic() * 1e3]
+            begin(said, read)
+
+        def read_done(result: Any) -> None:
+            ask = self.reads._of_inner[result.read_id]
+            trace[ask].append(time.monotonic() * 1e3)
+            chunks[self.pipeline._reading[ask][1]] = ask
+            after(result)
+
+        def placed(completion: Any) -> None:
+            trace[chunks[self.pipeline._placing[completion.plan_id][1]]].append(time.monotonic() * 1e3)
+            place(completion)
+
+        self.reads._begin, self.reads._after = began, read_done  # type: ignore[method-assign]
+        self.pipeline._after_placement = placed  # type: ignore[method-assign]
+        seconds = self.pull(order)["seconds"]
+        self.reads._begin, self.reads._after = begin, after  # type: ignore[method-assign]
+        self.pipeline._after_placement = place  # type: ignore[method-assign]
+        found = np.diff(np.array([row for row in trace.values() if len(row) == 4]), axis=1)
+        return {
+            "seconds": seconds, "median": np.median(found, axis=0).round(2).tolist(),
+            "most": found.max(axis=0).round(2).tolist(),
+        }  # fmt: skip
 
     def pull(self, order: str) -> dict[str, Any]:
         """The whole context; times and counts. Asserts bytes of tokens drawn at random."""
@@ -306,6 +367,11 @@ class Target(Role):
         for line in sys.stdin:
             name, *arguments = json.loads(line)
             say(**getattr(self, name)(*arguments))
+
+
+def _overlap(executor: Executor, overlap: int) -> None:
+    if isinstance(executor, CudaExecutor):
+        executor._copies._attributes.flags = overlap
 
 
 def _best_s(work: Callable[[], object]) -> float:
