@@ -11,10 +11,10 @@ import numpy as np
 from kvmanager import __version__
 from kvmanager.callers import Callers, typed
 from kvmanager.core.audit import ledger_holds
-from kvmanager.core.events import Reset, ResetDone
 from kvmanager.core.extents import SharedRegion
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.node import Node
+from kvmanager.core.operatorevents import Reset, ResetDone
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.reclaim import reclaimable_slabs
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState

@@ -47,6 +47,7 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.eviction import POLICIES
 from kvmanager.core.node import Node
+from kvmanager.core.operatorevents import Forgot
 from kvmanager.core.state import PullJob
 from kvmanager.deposits import SERVING
 from kvmanager.draining import has_requests, still_held
@@ -367,6 +368,8 @@ class Daemon:
             case FenceEngine():
                 trusted = [(e.name, e.epoch) for e in self._node.state.all_engines() if e.trusted]
                 self._fence.apply((effect.engine, effect.epoch), trusted, effect.stalled)
+            case Forgot():
+                pass  # the history's
             case _:
                 raise AssertionError(f"unhandled effect {effect!r}")
 

@@ -157,6 +157,8 @@ def _audit_holders(state: State, group: Group, number: int, requests: list[Reque
     chain = group.chains[number]
     parts = [request.chains[number] for request in requests]
     anchors = [part.anchors.array for part in parts if len(part.anchors)]
+    kept = [pin for pin in state.pins.values() if pin.group == group.spec.name]
+    anchors += [rows for pin in kept for at, rows in pin.rows if at == number]
     pins = [*anchors, *(part.rows.array for part in parts), *_other_pins(state, group, number, requests)]
     for name, holders, counts in (
         ("pins", pins, chain.table.pins),

@@ -7,14 +7,16 @@ import numpy as np
 from kvmanager.core.admission import update_promises
 from kvmanager.core.checksums import SumArray
 from kvmanager.core.events import CopyOutcome
+from kvmanager.core.forgetting import condemn
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.lifecycle import refuse_waiting, wake
+from kvmanager.core.operatorevents import Loss
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Phase
 from kvmanager.core.settle import publish
 from kvmanager.core.spans import DEVICE, FILLING, HOST, READY, CopyState
 from kvmanager.core.state import CheckJob, CopyJob, PullJob, State, ended_well, mark_dirty
-from kvmanager.core.verification import check_ended, condemn, differing, keep, take_out
+from kvmanager.core.verification import check_ended, differing, keep, take_out
 from kvmanager.errors import ChecksumMismatch, KVError, TransferFailed
 from kvmanager.geometry import Int64Array
 
@@ -121,7 +123,7 @@ def _onboard_ended(
             sources = [job.loaded_from[place] for place in bad]
             take_out(state, group, job.chain, job.page_class, sources, failure)
             for place in bad:
-                condemn(chain, job.rows[place])
+                condemn(state, chain, job.rows[place], Loss.BAD_COPY)
     else:
         failure = error or TransferFailed("onboard failed; the prefix is recomputed")
         for row in job.rows:
@@ -129,7 +131,7 @@ def _onboard_ended(
         if outcome is not CopyOutcome.CANCELLED:
             # A host copy that can't be loaded is not offered again; one that nobody tried to load is.
             for row in [*job.rows, *job.extra]:
-                condemn(chain, row)
+                condemn(state, chain, row, Loss.FAILED_LOAD)
     _answer_waiters(state, plan_id, job, failure)
     chain.release_unused([*job.rows, *job.extra])
 

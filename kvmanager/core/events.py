@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmanager.core.leaseevents import LeaseEvent
+from kvmanager.core.operatorevents import Forgot, OperatorAnswer, OperatorEvent
 from kvmanager.core.plans import CopyPlan
 from kvmanager.core.spanplans import SpanRun
 from kvmanager.errors import KVError
@@ -257,13 +258,6 @@ class Trim:
 
 
 @dataclass(frozen=True)
-class Reset:
-    """Forget all that is cached in a group, in all tiers."""
-
-    group: str
-
-
-@dataclass(frozen=True)
 class CheckCopies:
     """Have at most `spans` host copies read and compared with their sums, chosen evenly; none after `most_ns`."""
 
@@ -280,7 +274,7 @@ Event = (
     RegisterEngine | AttachRank | DetachRank | TimelinesRead | EngineSuspect | EngineResumed | EngineGone | MoverGone
     | MoverJoined | Recovered
     | Step | PlanEnded | LeaseEvent | ExportRequestKV | RenewTickets | AcceptTicket | CheckTicket | ReleaseTicket
-    | Drain | Trim | Reset | CheckCopies | Tick
+    | Drain | Trim | OperatorEvent | CheckCopies | Tick
 )
 
 READS = (CheckTicket,)
@@ -420,19 +414,12 @@ class TicketsRenewed:
 
 
 @dataclass(frozen=True)
-class ResetDone:
-    """Answer to Reset. held_spans: of the forgotten ones, those whose pages wait for requests, tickets or plans."""
-
-    forgotten_spans: int
-    held_spans: int
-
-
-@dataclass(frozen=True)
 class Replied:
     """The answer to the event just applied, for its sender."""
 
     answer: (
-        StepDone | Opened | Registered | Attached | Exported | TicketPages | TicketsRenewed | ResetDone | KVError | None
+        StepDone | Opened | Registered | Attached | Exported | TicketPages | TicketsRenewed | OperatorAnswer | KVError
+        | None
     )
 
 
@@ -497,4 +484,4 @@ class AbandonTicket:
     ticket: TicketInfo
 
 
-Effect = Replied | Notified | SubmitPlan | CancelPlan | StartPull | AbandonTicket | FenceEngine
+Effect = Replied | Notified | SubmitPlan | CancelPlan | StartPull | AbandonTicket | FenceEngine | Forgot

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from kvmanager.core.events import Open, Opened
 from kvmanager.core.fences import check_fence, check_names_all, resolve_fences
+from kvmanager.core.forgetting import condemn
 from kvmanager.core.group import Group
 from kvmanager.core.leaseevents import AcquirePrefix, EndLease, ReserveSpans
 from kvmanager.core.lifecycle import drop_request
 from kvmanager.core.opening import reserve_spans
+from kvmanager.core.operatorevents import Loss
 from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.rows import RowList
 from kvmanager.core.spans import DEVICE
 from kvmanager.core.state import Engine, FenceEntry, State
 from kvmanager.core.tenants import NOBODY
-from kvmanager.core.verification import condemn
 from kvmanager.errors import InvalidArgument, PoolExhausted, UnknownLease
 
 LONGEST_LEASE_NS = 3_600_000_000_000
@@ -198,5 +199,5 @@ def _condemn(state: State, request: Request, failed_pages: tuple[int, ...]) -> N
         held = part.rows.array
         for row in held[(part.chain.table.pages[0, DEVICE, held] == page).any(axis=1)].tolist():
             state.counters["failed_load"] += 1
-            condemn(part.chain, row)
+            condemn(state, part.chain, row, Loss.FAILED_LOAD)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmanager.core import engines, leases, recovery, tickets
+from kvmanager.core import engines, leases, pins, recovery, tickets
 from kvmanager.core.endings import plan_ended
 from kvmanager.core.events import (
     READS,
@@ -28,7 +28,6 @@ from kvmanager.core.events import (
     ReleaseTicket,
     RenewTickets,
     Replied,
-    Reset,
     Step,
     Tick,
     TimelinesRead,
@@ -38,6 +37,17 @@ from kvmanager.core.eviction import Policy, leaf_first_lru
 from kvmanager.core.fences import moved, resolve_fences
 from kvmanager.core.group import Group
 from kvmanager.core.leaseevents import AcquirePrefix, EndLease, LeaseEvent, ReserveSpans
+from kvmanager.core.operatorevents import (
+    Cordon,
+    EvictPool,
+    EvictPrefix,
+    EvictTenant,
+    OperatorAnswer,
+    OperatorEvent,
+    PinPrefix,
+    Reset,
+    UnpinPrefix,
+)
 from kvmanager.core.reset import reset
 from kvmanager.core.sessions import overdue, sweep
 from kvmanager.core.spec import GroupSpec, Limits
@@ -115,8 +125,6 @@ class Node:
                 return Replied(Registered(engines.register(state, event).epoch))
             case AttachRank():
                 return Replied(Attached(engines.attach(state, event)))
-            case Reset():
-                return Replied(reset(state, event))
             case EngineResumed():
                 engines.resume(state, event.engine, event.epoch)
                 return Replied(None)
@@ -127,9 +135,30 @@ class Node:
                 return self._ticket(event)
             case AcquirePrefix() | ReserveSpans() | EndLease():
                 return self._lease(event)
+            case Reset() | PinPrefix() | UnpinPrefix() | EvictPrefix() | EvictTenant() | EvictPool() | Cordon():
+                return Replied(self._operator(event))
             case _:
                 self._note(event)
                 return None
+
+    def _operator(self, event: OperatorEvent) -> OperatorAnswer | None:
+        state = self.state
+        match event:
+            case Reset():
+                return reset(state, event)
+            case PinPrefix():
+                return pins.pin(state, event)
+            case UnpinPrefix():
+                return pins.unpin(state, event.pin_id)
+            case EvictPrefix():
+                return pins.evict_prefix(state, event)
+            case EvictTenant():
+                return pins.evict_tenant(state, event)
+            case EvictPool():
+                return pins.evict_pool(state, event)
+            case Cordon():
+                state.cordon = event.why
+        return None
 
     def _lease(self, event: LeaseEvent) -> Replied:
         match event:

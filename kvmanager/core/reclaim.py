@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmanager.allocators.fixed import PageArray
+from kvmanager.core.forgetting import forgot
 from kvmanager.core.group import Chain, Group
+from kvmanager.core.operatorevents import Forgot, Loss
 from kvmanager.core.pool import Pool, Want
 from kvmanager.core.ranking import Ranking, policy_ranks
 from kvmanager.core.rows import BoolArray, RowArray, all_true, any_true, places
@@ -211,8 +213,16 @@ def _in_turn(chain: Chain, losses: Losses) -> Losses:
 class Reclaimer:
     """Frees pages for a want, counting what it forgets."""
 
-    def __init__(self, group: Group, counters: dict[str, int], now: Callable[[], int], costs: MissCosts) -> None:
-        """`now`: the time of the event being handled, ns."""
+    def __init__(
+        self,
+        group: Group,
+        counters: dict[str, int],
+        now: Callable[[], int],
+        costs: MissCosts,
+        tell: Callable[[Forgot], None],
+    ) -> None:
+        """`now`: the time of the event being handled, ns. `tell`: takes what is told of forgotten spans."""
+        self._tell = tell
         self._costs = costs
         self._group = group
         self._counters = counters
@@ -358,7 +368,7 @@ class Reclaimer:
             given = span_units(chain, pool, ordered)
             # A parent without pages here may have to stay; children go with those that stand before one that has some.
             enough = int(np.searchsorted(np.cumsum(given), units)) + 1 if units > 0 else 0
-            self.evict(chain, ordered[:enough])
+            self.evict(chain, ordered[:enough], pool.name)
             units -= int(given[:enough].sum())
 
     def _give_copies(
@@ -428,7 +438,7 @@ class Reclaimer:
             self._counters["reclaim" if tier == DEVICE else "host_reclaim"] += len(rows)
             chain.free_copies(page_class, tier, rows)
         forgotten = losses.rows[~losses.stays]
-        self.evict(chain, forgotten)
+        self.evict(chain, forgotten, pool.name)
         if pool.tier == "host":
             self._counters["host_eviction"] += len(forgotten)
 
@@ -458,11 +468,17 @@ class Reclaimer:
             ahead = ahead[ahead]
         return marked[:none] & rows
 
-    def evict(self, chain: Chain, rows: RowArray) -> None:
-        """Forgets idle spans, children before their parents: all their copies on all shards together."""
+    def evict(self, chain: Chain, rows: RowArray, pool: str = "", why: Loss = Loss.EVICTED) -> None:
+        """Forgets idle spans, children before their parents: all their copies on all shards together.
+
+        `pool`: where room is needed.
+        """
+        if len(rows) == 0:
+            return
         table = chain.table
         assert all_true(table.live[rows] & table.published[rows]), "only what is published is evicted"
         assert not (table.pins[rows] | table.busy[rows]).any(), "a span in use is evicted"
+        self._tell(forgot(chain, rows, why, pool))
         chain.index.unpublish_many(rows)
         chain.free_spans(rows)
         self._counters["eviction"] += len(rows)

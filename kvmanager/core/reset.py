@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvmanager.core.events import Reset, ResetDone
+from kvmanager.core.forgetting import condemn
+from kvmanager.core.operatorevents import Loss, Reset, ResetDone
 from kvmanager.core.spans import NO_SPAN
 from kvmanager.core.state import State
-from kvmanager.core.verification import condemn
 from kvmanager.errors import InvalidArgument
 
 
@@ -25,7 +25,7 @@ def reset(state: State, event: Reset) -> ResetDone:
         table = chain.table
         known = np.flatnonzero(table.live & table.published)
         for root in known[table.parent[known] == NO_SPAN].tolist():
-            condemn(chain, root)
+            condemn(state, chain, root, Loss.RESET)
         forgotten += len(known)
         held += int(table.live[known].sum())
     group.unblock()

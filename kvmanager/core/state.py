@@ -208,6 +208,17 @@ class Ticket:
     holder: str = ""
 
 
+@dataclass
+class OperatorPin:
+    """A prefix that an operator keeps. rows: (chain index, rows), one pin and one anchor each; since: ns."""
+
+    pin_id: str
+    group: str
+    key: bytes
+    since: int
+    rows: list[tuple[int, Int64Array]]
+
+
 class State:
     """The core's state. Changed only by `Node.apply` and the functions it calls."""
 
@@ -235,6 +246,8 @@ class State:
         self.checks: deque[tuple[str, int, int, int]] = deque()  # group, chain, class, row: to be checked
         self.checks_until = 0
         self.tickets: dict[str, Ticket] = {}
+        self.pins: dict[str, OperatorPin] = {}
+        self.cordon = ""  # why nothing new is let in; empty: it is
         self.namespaces: dict[bytes, int] = {}
         self.quarantine: list[tuple[str, str, str, Int64Array]] = []  # group, pool, class, pages
         self.next_epoch = 1
@@ -247,9 +260,12 @@ class State:
 
     def _reclaimers(self) -> dict[str, Reclaimer]:
         return {
-            name: Reclaimer(group, self.counters, lambda: self.now, self.limits.miss_costs)
+            name: Reclaimer(group, self.counters, lambda: self.now, self.limits.miss_costs, self._tell)
             for name, group in self.groups.items()
         }
+
+    def _tell(self, effect: Effect) -> None:
+        self.effects.append(effect)  # the list of the event being handled
 
     def _lenders(self) -> dict[str, Lending]:
         """By pool that shares a region: who moves its extents."""

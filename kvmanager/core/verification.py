@@ -12,7 +12,9 @@ import numpy.typing as npt
 from kvmanager.core.admission import update_promises
 from kvmanager.core.checksums import SUM_WORDS, PageSections, SumArray, SumStore
 from kvmanager.core.events import CheckCopies, RequestFailed, SubmitPlan
+from kvmanager.core.forgetting import condemn
 from kvmanager.core.group import Chain, Group
+from kvmanager.core.operatorevents import Loss
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.core.request import Phase
 from kvmanager.core.rows import RowArray
@@ -147,7 +149,7 @@ def take_out(
             continue
         if is_fresh and group.spec.sparse is not None:
             _tell_readers(state, group, chain_number, row, error)
-        condemn(chain, row)
+        condemn(state, chain, row, Loss.BAD_COPY)
     update_promises(state, group)
 
 
@@ -156,15 +158,6 @@ def _tell_readers(state: State, group: Group, chain_number: int, row: int, error
     for request in state.holders(group.spec.name):
         if request.phase is Phase.RUNNING and request.chains[chain_number].ordinal(row) is not None:
             state.notify(state.engine_of(request), failed=RequestFailed(request.request_id, error))
-
-
-def condemn(chain: Chain, row: int) -> None:
-    """Takes a span and all below it out of the index; pages go when nobody holds them."""
-    if not chain.table.live[row] or not chain.table.published[row]:
-        return
-    for child in [*chain.index.descendants(row), row]:
-        chain.index.unpublish(child)
-        chain.release_if_unused(child)
 
 
 def ticket_sums(state: State, ticket_id: str) -> tuple[Int64Array, SumArray]:

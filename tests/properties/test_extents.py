@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvmanager.core.events import CopyOutcome, MoverGone, MoverJoined, Reset, Tick
+from kvmanager.core.events import CopyOutcome, MoverGone, MoverJoined, Tick
+from kvmanager.core.operatorevents import Reset
 from kvmanager.core.pool import PageState
 from kvmanager.core.spans import HOST
 from kvmanager.core.spec import Limits

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvmanager.core.events import Open, Reset, ResetDone
+from kvmanager.core.events import Open
+from kvmanager.core.operatorevents import Reset, ResetDone
 from kvmanager.core.pool import PageState
 from tests.sim.bytes_driver import BytesClient, BytesDriver, start
 from tests.sim.driver import chain_keys

@@ -13,14 +13,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
-from kvmanager.core.events import CheckCopies, CopyOutcome, RenewTickets, Reset, ResetDone, Tick
+from kvmanager.core.events import CheckCopies, CopyOutcome, RenewTickets, Tick
 from kvmanager.core.eviction import POLICIES, Policy
+from kvmanager.core.operatorevents import Reset, ResetDone
 from tests.chaos.schedule import simulated
 from tests.sim.content import Memory, Text
 from tests.sim.crash import Crashes
 from tests.sim.engine import SimEngine
 from tests.sim.harness import World
 from tests.sim.network import Network
+from tests.sim.operator import operate, unpin_all
 from tests.sim.standstill import nobody_stands_still, quiet
 from tests.sim.worlds import KINDS, LIMITS, Regions, kind_of, limits_of
 
@@ -28,7 +30,8 @@ ACTIONS = {
     "step": 34, "advance": 34, "plan": 24, "pull": 14, "resend": 2, "export": 6, "tick": 3, "renew": 1,
     "late": 1, "lose_plan": 0.5, "mover": 0.3, "break_stream": 0.3, "lose": 5, "register": 0.6,
     "cut_stream": 0.7, "resume_stream": 3, "partition": 0.5, "heal": 2,
-    "crash": 2, "get_on": 1.5, "reset": 0.2, "rot": 1, "check": 0.3,
+    "crash": 2, "get_on": 1.5, "reset": 0.2, "rot": 1, "check": 0.3, "pin": 0.6, "unpin": 0.4,
+    "evict": 0.3,
 }  # fmt: skip
 MORE = {"handoff": {"export": 20, "pull": 40}, "many": {"export": 20, "pull": 40}}
 PLAN_ENDS = [CopyOutcome.DONE] * 17 + [CopyOutcome.FAILED, CopyOutcome.CANCELLED, CopyOutcome.UNKNOWN_FATE]
@@ -127,7 +130,7 @@ class Simulation:
                 others = [*self.engines.values(), *self.dying]
                 alone = [other for other in others if other.world is engine.world] == [engine]
                 nobody_stands_still(engine, alone)
-            case "rot" | "check" | "reset":
+            case "rot" | "check" | "reset" | "pin" | "unpin" | "evict":
                 self._bytes(action, engine)
             case "partition" | "heal":
                 self._wire(cut=action == "partition")
@@ -161,12 +164,14 @@ class Simulation:
                 world.crashes.arm(simulated(draw))
 
     def _bytes(self, action: str, engine: SimEngine) -> None:
-        """A bit flips, some host copies are read again, or all are forgotten."""
+        """A bit flips, some host copies are read again, or an operator keeps some content or has it forgotten."""
         world = engine.world
         if action == "rot":
             world.rot.spread(world)
         elif action == "reset":
             self._reset(world, engine.spec.name)
+        elif action in ("pin", "unpin", "evict"):
+            operate(action, world, engine.spec.name, self.draw)
         else:
             world.apply(CheckCopies(self.draw.randint(1, 20), self.draw.choice((0, 10**9))))
 
@@ -212,6 +217,7 @@ class Simulation:
         for engine in self.engines.values():
             engine.leave()
         for world in self.worlds:
+            unpin_all(world)
             world.settle()
             world.kill_mover()
         for world in self.worlds:
