@@ -1,7 +1,7 @@
 """Copies by the GPU's copy engines: the executor of a mover for one GPU.
 
-A plan's pieces are queued into two streams a direction, in each at most `WINDOW_BYTES` ahead, so that a cancelled plan
-stops soon and plans take turns. An event behind each piece tells when its bytes have landed; a plan ends only
+A plan's pieces are queued into some streams a direction, together at most `WINDOW_BYTES` ahead, so that a cancelled
+plan stops soon and plans take turns. An event behind each piece tells when its bytes have landed; a plan ends only
 when all its pieces have. So a cancelled plan is quarantined until its last byte is there, by construction.
 Short rows go by a small kernel (`kvmanager.transport.cuda_rows`), all else by the copy engines. Host memory must
 be registered (`kvmanager.transport.pinned`). Streams and events are made once.
@@ -22,7 +22,7 @@ from kvmanager.core.plans import Box, CopyPlan, PagedCopies, Purpose, StridedCop
 from kvmanager.errors import DeviceError, KVError, TransferFailed
 from kvmanager.killpoints import reach
 from kvmanager.transport.active_plans import ActivePlan, ActivePlans
-from kvmanager.transport.cuda_checksums import SumLane
+from kvmanager.transport.cuda_checksums import SUM_BLOCKS, SumLane
 from kvmanager.transport.cuda_copies import CudaCopies
 from kvmanager.transport.cuda_rows import MAX_COPIES, MAX_EXTENTS, RowKernel
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
@@ -31,7 +31,6 @@ from kvmanager.transport.runs import slices
 from kvmanager.transport.turns import Turns
 from kvmanager.units import KIB, MIB
 
-PIECE_BYTES: Final = 32 * MIB
 PIECE_RUNS: Final = 65_536
 WINDOW_BYTES: Final = 160 * MIB
 """Queued at one time in one direction: about 3 ms of a PCIe gen5 link, more than a poll's pause."""
@@ -41,6 +40,24 @@ SMALL_COPY_BYTES: Final = 32 * KIB
 rows alone by the kernel, 34 GB/s, a decode loop beside it 1% slower; nothing by it, 12; everything by it, 40, but
 the loop 2.4 times slower, since two processes' kernels take turns."""
 _LEAST_LAUNCH: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What only measuring can tell, with what was measured as default.
+
+    streams: in each direction for the copy engines; a second one has the link while the first changes copies.
+    piece_bytes: of one driver call. small_copy_bytes: copies smaller than this may go by the kernel.
+    sum_blocks: of a launch that sums pages up.
+    """
+
+    streams: int = 2
+    piece_bytes: int = 32 * MIB
+    small_copy_bytes: int = SMALL_COPY_BYTES
+    sum_blocks: int = SUM_BLOCKS
+
+
+DEFAULT_TUNING: Final = Tuning()
 _DIRECTIONS: Final = ((False, False), (False, True), (True, False), (True, True))
 """(source on the GPU, target on the GPU)."""
 
@@ -72,23 +89,28 @@ class _Piece:
 
 Issue = Callable[[StridedCopies, int, int], object]
 """(copies, number of the mark behind them, stream)."""
+Waiting = Turns[tuple[_Active, Iterator[StridedCopies]]]
 
 
 class _Lane:
-    """One stream of a direction: how it is fed, whose turn it is, and what is in flight in order."""
+    """One stream of a direction: how it is fed, whose turn it is, and what is in flight in order.
 
-    def __init__(self, issue: Issue, first_mark: int) -> None:
+    Lanes may share their turns: each takes the next piece when it has room.
+    """
+
+    def __init__(self, issue: Issue, turns: Waiting, window_bytes: int, first_mark: int = 0) -> None:
         module = driver()
         self.issue = issue
         self.stream = call("cuStreamCreate", module.CUstream_flags.CU_STREAM_NON_BLOCKING)
         flags = module.CUevent_flags.CU_EVENT_DISABLE_TIMING
         self.marks = [_Mark(first_mark + n, call("cuEventCreate", flags)) for n in range(WINDOW_PIECES)]
-        self.turns: Turns[tuple[_Active, Iterator[StridedCopies]]] = Turns()
+        self.turns = turns
         self.pieces: deque[_Piece] = deque()
         self.queued_bytes = 0
+        self._window_bytes = window_bytes
 
     def has_room(self) -> bool:
-        return bool(self.marks) and self.queued_bytes < WINDOW_BYTES
+        return bool(self.marks) and self.queued_bytes < self._window_bytes
 
     def close(self) -> None:
         for mark in self.marks:
@@ -105,12 +127,12 @@ class CudaExecutor(ActivePlans[_Active]):
         regions: RegionMap,
         device: str,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
-        small_copy_bytes: int = SMALL_COPY_BYTES,
+        tuning: Tuning = DEFAULT_TUNING,
         pacer: Pacer | None = None,
     ) -> None:
         """`device`: "cuda:N". Its context becomes current in this thread, which is the only one to use this.
 
-        `small_copy_bytes`: copies smaller than this may go by the kernel. Raises DeviceError.
+        Raises DeviceError.
         """
         super().__init__(regions)
         self._clock_ns = clock_ns
@@ -118,15 +140,22 @@ class CudaExecutor(ActivePlans[_Active]):
         context = DeviceContext(device)
         self._copies = CudaCopies(regions, context.ordinal)
         self._not_ready = int(driver().CUresult.CUDA_ERROR_NOT_READY)
-        self._small_copy_bytes = small_copy_bytes
+        self._tuning = tuning
         self._kernel = RowKernel(context.ordinal, len(_DIRECTIONS) * WINDOW_PIECES)
-        self._engine_lanes = {key: _Lane(self._by_engine, 0) for key in _DIRECTIONS}
-        self._kernel_lanes = {
-            key: _Lane(self._by_kernel, number * WINDOW_PIECES) for number, key in enumerate(_DIRECTIONS)
-        }
+        self._by_engines: dict[tuple[bool, bool], Waiting] = {key: Turns() for key in _DIRECTIONS}
+        self._by_kernels: dict[tuple[bool, bool], Waiting] = {key: Turns() for key in _DIRECTIONS}
+        window_bytes = WINDOW_BYTES // tuning.streams
+        self._lanes = [
+            _Lane(self._by_engine, turns, window_bytes)
+            for turns in self._by_engines.values()
+            for _ in range(tuning.streams)
+        ]
+        self._lanes += [
+            _Lane(self._by_kernel, turns, WINDOW_BYTES, number * WINDOW_PIECES)
+            for number, turns in enumerate(self._by_kernels.values())
+        ]
         self._sum_lane: SumLane[_Active] | None = None  # made when a plan asks for sums
         self._ordinal = context.ordinal
-        self._lanes = [*self._engine_lanes.values(), *self._kernel_lanes.values()]
         self._over: list[_Active] = []
         self.broken: DeviceError | None = None
         """Why the GPU's context is of no use any more: only a new process gets another."""
@@ -147,14 +176,13 @@ class CudaExecutor(ActivePlans[_Active]):
         """Puts a box at all its places into the turns of the lane that carries it fastest."""
         source, target = self._regions.find(copies.source_region), self._regions.find(copies.target_region)
         key = source.array is None, target.array is None
-        small = box.total_bytes < self._small_copy_bytes and len(box.counts) <= MAX_EXTENTS
+        small = box.total_bytes < self._tuning.small_copy_bytes and len(box.counts) <= MAX_EXTENTS
         active.pending += 1
         if small and copies.pairs >= _LEAST_LAUNCH and any(key):
-            work = _sliced(copies, box, MAX_COPIES * math.prod(box.counts))
-            self._kernel_lanes[key].turns.put(active.plan.purpose, (active, work))
+            turns, most_runs = self._by_kernels[key], MAX_COPIES * math.prod(box.counts)
         else:
-            work = _sliced(copies, box, PIECE_RUNS)
-            self._engine_lanes[key].turns.put(active.plan.purpose, (active, work))
+            turns, most_runs = self._by_engines[key], PIECE_RUNS
+        turns.put(active.plan.purpose, (active, _sliced(copies, box, self._tuning.piece_bytes, most_runs)))
 
     def _by_engine(self, copies: StridedCopies, _mark: int, stream: int) -> None:
         self._copies.issue(copies, stream)
@@ -228,7 +256,7 @@ class CudaExecutor(ActivePlans[_Active]):
         active.pending += 1
         try:
             if self._sum_lane is None:
-                self._sum_lane = SumLane(self._regions, self._ordinal)
+                self._sum_lane = SumLane(self._regions, self._ordinal, self._tuning.sum_blocks)
         except DeviceError as error:
             active.pending -= 1
             active.ended = (Outcome.FAILED, _failure(active, error))
@@ -309,10 +337,10 @@ class CudaExecutor(ActivePlans[_Active]):
         active.unknown = _failure(active, error)
 
 
-def _sliced(copies: PagedCopies, box: Box, most_runs: int) -> Iterator[StridedCopies]:
+def _sliced(copies: PagedCopies, box: Box, piece_bytes: int, most_runs: int) -> Iterator[StridedCopies]:
     """Pieces for one call each, written out when their turn comes."""
     for piece in copies.pieces(box):
-        yield from slices(piece, PIECE_BYTES, most_runs)
+        yield from slices(piece, piece_bytes, most_runs)
 
 
 def _failure(active: _Active, error: DeviceError) -> TransferFailed:

@@ -2,8 +2,7 @@
 
 Two launches a batch, however many pages it has. The first adds up lines and columns: a warp takes a line of 8 KiB at a
 time, keeps the sums of its 32 columns a thread in registers over many lines, and adds them to the section's columns
-with atomics; whole numbers, so the order does not count. The second mixes the columns. Few blocks, so that kernels of
-other processes hardly notice: 8 blocks read some 200 GB/s, more than a PCIe link brings.
+with atomics; whole numbers, so the order does not count. The second mixes the columns.
 """
 
 from __future__ import annotations
@@ -25,14 +24,17 @@ from kvmanager.transport.executor import RegionMap
 from kvmanager.transport.pinned import PinnedMemory
 
 Owner = TypeVar("Owner")
-BLOCKS: Final = 8
+SUM_BLOCKS: Final = 264
+"""Of a launch: two for each multiprocessor of an H200."""
 THREADS: Final = 256
 MAX_SECTIONS: Final = 512
 """Of one batch: their columns take 4 MiB of GPU memory, made once."""
-TILE_LINES: Final = 64
+TILE_LINES: Final = 32
 """Lines that one warp takes before it gives its columns up."""
 _SOURCE: Final = r"""
 typedef unsigned long long u64;
+// The column that a lane keeps as its k-th: pairs of neighbours, 16 bytes.
+#define COLUMN(k, lane) (((k) >> 1) * 64 + (lane) * 2 + ((k) & 1))
 __device__ __forceinline__ u64 mix(u64 v) {
     u64 z = v + 0x9E3779B97F4A7C15ull;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -48,8 +50,8 @@ __device__ __forceinline__ u64 word(const unsigned char *base, u64 bytes, u64 i)
     return value;
 }
 // sections[2 * s], [2 * s + 1]: address and bytes. first_tile[s]: tiles of the sections before; first_tile[n]: all.
-extern "C" __global__ void add_up(const u64 *sections, const u64 *first_tile, unsigned n, unsigned tile_lines,
-                                  u64 *columns, u64 *sums) {
+extern "C" __global__ void __launch_bounds__(256, 2)
+add_up(const u64 *sections, const u64 *first_tile, unsigned n, unsigned tile_lines, u64 *columns, u64 *sums) {
     const unsigned lane = threadIdx.x & 31;
     const u64 warps = (u64)gridDim.x * (blockDim.x >> 5);
     const u64 tiles = first_tile[n];
@@ -68,13 +70,30 @@ extern "C" __global__ void add_up(const u64 *sections, const u64 *first_tile, un
         #pragma unroll
         for (int k = 0; k < 32; ++k) column[k] = 0;
         u64 mixed = 0;
+        const bool wide = (((u64)base) & 15) == 0;
         for (u64 line = begin; line < end; ++line) {
             u64 total = 0;
-            #pragma unroll
-            for (int k = 0; k < 32; ++k) {
-                const u64 value = word(base, bytes, line * 1024 + k * 32 + lane);
-                column[k] += value;
-                total += value;
+            if (wide && (line + 1) * 8192 <= bytes) {  // all there, and in place for loads of 16 bytes
+                const ulonglong2 *from = (const ulonglong2 *)(base + line * 8192) + lane;
+                #pragma unroll
+                for (int part = 0; part < 16; part += 4) {
+                    ulonglong2 pairs[4];
+                    #pragma unroll
+                    for (int k = 0; k < 4; ++k) pairs[k] = from[(part + k) * 32];
+                    #pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        column[2 * (part + k)] += pairs[k].x;
+                        column[2 * (part + k) + 1] += pairs[k].y;
+                        total += pairs[k].x + pairs[k].y;
+                    }
+                }
+            } else {  // seldom: registers are for the others
+                #pragma unroll 1
+                for (unsigned c = lane; c < 1024; c += 32) {
+                    const u64 value = word(base, bytes, line * 1024 + c);
+                    atomicAdd(&columns[(u64)low * 1024 + c], value);
+                    total += value;
+                }
             }
             #pragma unroll
             for (int offset = 16; offset; offset >>= 1) total += __shfl_down_sync(0xffffffffu, total, offset);
@@ -82,7 +101,7 @@ extern "C" __global__ void add_up(const u64 *sections, const u64 *first_tile, un
         }
         if (lane == 0) atomicAdd(&sums[2 * low], mixed);
         #pragma unroll
-        for (int k = 0; k < 32; ++k) atomicAdd(&columns[(u64)low * 1024 + k * 32 + lane], column[k]);
+        for (int k = 0; k < 32; ++k) atomicAdd(&columns[(u64)low * 1024 + COLUMN(k, lane)], column[k]);
     }
 }
 // A warp a section.
@@ -105,12 +124,13 @@ extern "C" __global__ void mix_columns(const u64 *sections, unsigned n, const u6
 class CudaChecksums:
     """The kernels, and room for one batch in flight. A context must be current; nothing is allocated per batch."""
 
-    def __init__(self, ordinal: int) -> None:
-        """Compiles. Raises DeviceError."""
+    def __init__(self, ordinal: int, blocks: int = SUM_BLOCKS) -> None:
+        """Compiles; launches have `blocks` blocks. Raises DeviceError."""
         assert LINE_WORDS == 1024, "the kernels have it in them"
         self._module = call("cuModuleLoadData", compile_kernels(ordinal, _SOURCE, "checksums"))
         self._add_up = call("cuModuleGetFunction", self._module, b"add_up")
         self._mix_columns = call("cuModuleGetFunction", self._module, b"mix_columns")
+        self._blocks = blocks
         self._columns = int(call("cuMemAlloc", MAX_SECTIONS * LINE_WORDS * 8))
         self._sums = int(call("cuMemAlloc", MAX_SECTIONS * SUM_WORDS * 8))
         self._described = int(call("cuMemAlloc", (MAX_SECTIONS * 3 + 1) * 8))
@@ -150,10 +170,11 @@ class CudaChecksums:
         pointer, number = ctypes.c_void_p, ctypes.c_uint
         values = (described_at, tiles_at, n, TILE_LINES, self._columns, self._sums)
         types = (pointer, pointer, number, number, pointer, pointer)
-        call("cuLaunchKernel", self._add_up, BLOCKS, 1, 1, THREADS, 1, 1, 0, queue, (values, types), 0)
+        grid = (self._blocks, 1, 1, THREADS, 1, 1, 0, queue)
+        call("cuLaunchKernel", self._add_up, *grid, (values, types), 0)
         mixing = (described_at, n, self._columns, self._sums)
         mixing_types = (pointer, number, pointer, pointer)
-        call("cuLaunchKernel", self._mix_columns, BLOCKS, 1, 1, THREADS, 1, 1, 0, queue, (mixing, mixing_types), 0)
+        call("cuLaunchKernel", self._mix_columns, *grid, (mixing, mixing_types), 0)
         call("cuMemcpyDtoHAsync", int(self._result.ctypes.data), self._sums, n * SUM_WORDS * 8, queue)
 
     def result(self, pages: PageSections, count: int) -> SumArray:
@@ -184,12 +205,12 @@ class _Summing(Generic[Owner]):
 class SumLane(Generic[Owner]):
     """One stream that sums pages up, owner by owner, a batch at a time. A context must be current."""
 
-    def __init__(self, regions: RegionMap, ordinal: int) -> None:
+    def __init__(self, regions: RegionMap, ordinal: int, blocks: int = SUM_BLOCKS) -> None:
         """Raises DeviceError."""
         module = driver()
         self._regions = regions
         self._not_ready = int(module.CUresult.CUDA_ERROR_NOT_READY)
-        self._kernels = CudaChecksums(ordinal)
+        self._kernels = CudaChecksums(ordinal, blocks)
         self._stream = call("cuStreamCreate", module.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self._event = call("cuEventCreate", module.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         self._waiting: deque[_Summing[Owner]] = deque()

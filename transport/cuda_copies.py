@@ -19,10 +19,12 @@ from kvmanager.errors import DeviceError
 from kvmanager.geometry import Int64Array
 from kvmanager.transport.executor import RegionMap
 from kvmanager.transport.runs import bounds, join_neighbours, spread
-from kvmanager.units import KIB
+from kvmanager.units import KIB, MIB
 
 LONG_ROW_BYTES: Final = 64 * KIB
 """Rows from here on go as runs. Rows of 42 KB move faster as 2-D copies, by a tenth (measured on an H200)."""
+JOINED_BELOW_BYTES: Final = MIB
+"""Longer rows are worth a copy each: looking for neighbours costs more."""
 _BATCH_ABI: Final = 13_000
 _COPY_3D_ABI: Final = 3_020
 _HOST, _DEVICE = 1, 2  # CUmemorytype
@@ -139,8 +141,9 @@ class CudaCopies:
     def _issue_runs(self, c: StridedCopies, stream: int) -> int:
         source = spread(c.source_offsets, c.counts, c.source_strides)
         target = spread(c.target_offsets, c.counts, c.target_strides)
-        lengths = np.full(len(source), c.row_bytes, np.int64)
-        runs = join_neighbours(source, target, lengths)
+        runs = source, target, np.full(len(source), c.row_bytes, np.int64)
+        if c.row_bytes < JOINED_BELOW_BYTES:
+            runs = join_neighbours(*runs)
         from_region, to_region = self._regions.find(c.source_region), self._regions.find(c.target_region)
         source, target, lengths = cut_at(*runs, from_region.chunk_bounds, to_region.chunk_bounds)
         if len(source) == 0:

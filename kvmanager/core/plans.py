@@ -256,6 +256,9 @@ class PagedCopies:
             target = (pages[1] * box.target_page_stride + starts[1]).reshape(-1)
             if self._joins(box):
                 heads, sizes = _neighbours(pages[0].reshape(-1), pages[1].reshape(-1))
+                if len(heads) == len(source):  # none to join, as mostly
+                    yield StridedCopies(*regions, source, target, (), (), (), box.row_bytes)
+                    continue
                 for size in np.unique(sizes).tolist():
                     some = heads[sizes == size]
                     yield StridedCopies(*regions, source[some], target[some], (), (), (), size * box.row_bytes)

@@ -79,11 +79,19 @@ def _measure(suites: Iterable[Callable[[], Iterator[Figure]]], figures: list[dic
 
 def _on_gpu() -> tuple[dict[str, str], dict[str, Callable[[], Iterator[Figure]]]]:
     """The machine and the suites. Imported late: the other figures need no torch."""
-    from tests.bench import gpu_checksums, gpu_copies, gpu_figures, gpu_handoff, gpu_hisparse, gpu_kernels
+    from tests.bench import (
+        gpu_checksums,
+        gpu_copies,
+        gpu_figures,
+        gpu_handoff,
+        gpu_hisparse,
+        gpu_kernels,
+        gpu_loop,
+    )
 
     suites = {
         "copies": gpu_copies.figures,
-        "loop": gpu_copies.beside_a_loop,
+        "loop": gpu_loop.figures,
         "checksums": gpu_checksums.figures,
         "codec": gpu_figures.figures,
         "hisparse": gpu_hisparse.figures,

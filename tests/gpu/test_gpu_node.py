@@ -71,8 +71,10 @@ def served(tmp_path: Path) -> Iterator[Node]:
 
 def test_hbm_is_offloaded_and_comes_back_and_the_daemon_stays_out_of_the_gpu(served: Node) -> None:
     rotate(served, [1, 2, 3])
+    # Write-back that gave way to a refused request is taken up again with time: 3 prompts of 5 spans in the end.
+    wait_for(lambda: served.counters()["offload"] >= 15, lambda: str(served.counters()))
+    served.wait_at_rest()
     counters = served.counters()
-    assert counters["offload"] >= 15
     assert counters["onboard"] > 0
     assert counters["failed_plan"] == 0
     pids = compute_pids()

@@ -1,0 +1,212 @@
+"""On a GPU: what copies of another process do to a decode-like loop and to swap-in, and what those do to the copies.
+
+    python -m tests.bench.gpu_loop HOST_FD
+
+is the other process: it takes a line a load (`LOADS`) and carries it out flat out until the next line.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from kvmanager.clients.glm.gpu_resolver import Resolution
+from kvmanager.clients.glm.gpu_swapin import RowPieces, SwapIn
+from kvmanager.core.plans import CopyPlan
+from kvmanager.transport.cuda import DEFAULT_TUNING, CudaExecutor, Tuning
+from kvmanager.units import GIB, MIB
+from tests.bench.figure import Figure
+from tests.bench.gpu_checksums import SAMPLE, summed
+from tests.bench.gpu_memory import DEVICE, GB, PAGE, PLAN_PAGES, QUEUED, Memory, page_plans, permuted_plan, seconds_of
+
+HOST_BYTES = 8 * GIB
+PLANS = 4
+BY_KERNEL = Tuning(small_copy_bytes=MIB)
+LOADS = {
+    "whole": "offload of whole pages",
+    "summed": "the same, checksums of all",
+    "sampled": f"the same, checksums of one in {SAMPLE}",
+    "onboard": "onboard of whole pages",
+    "permuted": "permuted offload",
+    "kernel-permuted": "permuted offload by the kernel alone",
+}
+LOOP_STEPS, SWAP_STEPS = 100, 300
+REQUESTS, ROWS, ROW_BYTES, LAUNCHES = 16, 205, 4 * 656, 8
+
+
+class Load:
+    """The other process. Its host memory is ours."""
+
+    def __init__(self, memory: Memory) -> None:
+        fd = memory.host_fd
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.bench.gpu_loop", str(fd)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, pass_fds=(fd,),
+        )  # fmt: skip
+        self._hear()
+
+    def begin(self, what: str) -> None:
+        """Copies from here on."""
+        self._tell(what)
+        self._hear()
+
+    def end(self) -> float:
+        """GB/s since it began."""
+        self._tell("end")
+        return float(self._hear())
+
+    def close(self) -> None:
+        """It is gone."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(60) == 0
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def _hear(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the other process ended with {self._process.wait()}"
+        return line.strip()
+
+
+def figures() -> Iterator[Figure]:
+    """The loop beside every load, then swap-in beside both directions of whole pages."""
+    memory = Memory(HOST_BYTES, 64 * PAGE)
+    load = Load(memory)
+    alone = {what: _rate_alone(load, what) for what in LOADS}
+    yield from _beside(load, "a decode-like loop", _loop(), LOOP_STEPS, list(LOADS), alone)
+    rows = REQUESTS * ROWS
+    name = f"swap-in of {LAUNCHES} x {rows} rows from the same memory"
+    yield from _beside(load, name, _swaps(memory), SWAP_STEPS, ["whole", "summed", "onboard", "permuted"], alone)
+    load.close()
+    memory.close()
+
+
+def _rate_alone(load: Load, what: str) -> float:
+    load.begin(what)
+    time.sleep(0.7)
+    return load.end()
+
+
+def _beside(
+    load: Load, name: str, step: Callable[[], object], steps: int, loads: list[str], alone: dict[str, float]
+) -> Iterator[Figure]:
+    """Each load's step beside the mean of those before and after it."""
+    before = _median(step, steps)
+    yield Figure(f"gpu: {name}, a step", before * 1e3, "ms", "itself", 1.0)
+    for what in loads:
+        load.begin(what)
+        beside = _median(step, steps)
+        rate = load.end()
+        after = _median(step, steps)
+        ratio = 2 * beside / (before + after)
+        yield Figure(f"gpu: {name} beside {LOADS[what]}", beside * 1e3, "ms", "alone, before and after", ratio)
+        yield Figure(f"gpu: {LOADS[what]} beside {name}", rate, "GB/s", "alone", rate / alone[what])
+        before = after
+
+
+def _median(step: Callable[[], object], steps: int) -> float:
+    for _ in range(steps // 10):
+        step()
+    return sorted(seconds_of(step) for _ in range(steps))[steps // 2]
+
+
+def _loop() -> Callable[[], object]:
+    """20 products and 20 passes over 256 MiB."""
+    a = torch.randn((4_096, 4_096), device="cuda", dtype=torch.bfloat16)
+    b = torch.randn((4_096, 4_096), device="cuda", dtype=torch.bfloat16)
+    big = torch.empty(256 * MIB, device="cuda", dtype=torch.uint8)
+
+    def step() -> None:
+        for _ in range(20):
+            torch.matmul(a, b)
+            big.add_(1)
+        torch.cuda.synchronize()
+
+    return step
+
+
+def _swaps(memory: Memory) -> Callable[[], object]:
+    """Launches that each read other rows of the host memory, wherever they lie."""
+    target = torch.empty(REQUESTS * ROWS * ROW_BYTES, dtype=torch.uint8, device="cuda")
+    swap = SwapIn(memory.host.ctypes.data, target.data_ptr())
+    rng = np.random.default_rng(4)
+    none = torch.empty(0, dtype=torch.int64, device="cuda")
+    places = torch.arange(REQUESTS * ROWS, device="cuda").reshape(REQUESTS, ROWS) * ROW_BYTES
+    count = torch.full((REQUESTS,), ROWS, dtype=torch.int32, device="cuda")
+    lists = [
+        Resolution(none, torch.from_numpy(rng.integers(0, len(memory.host) // ROW_BYTES, (REQUESTS, ROWS)) * ROW_BYTES)
+                   .cuda(), places, count)
+        for _ in range(LAUNCHES)
+    ]  # fmt: skip
+
+    def step() -> None:
+        for rows in lists:
+            swap.copy(rows, RowPieces(1, ROW_BYTES))
+        torch.cuda.synchronize()
+
+    return step
+
+
+# The other process
+
+
+def _loads(memory: Memory) -> dict[str, tuple[Tuning, list[CopyPlan]]]:
+    down, up = (page_plans(memory, way, PLANS) for way in (True, False))
+    permuted = [permuted_plan(512)]
+    return {
+        "whole": (DEFAULT_TUNING, down),
+        "summed": (DEFAULT_TUNING, summed(down, 1)),
+        "sampled": (DEFAULT_TUNING, summed(down, SAMPLE)),
+        "onboard": (DEFAULT_TUNING, up),
+        "permuted": (DEFAULT_TUNING, permuted),
+        "kernel-permuted": (BY_KERNEL, permuted),
+    }
+
+
+def _serve(host_fd: int) -> None:
+    memory = Memory(HOST_BYTES, 2 * PLANS * PLAN_PAGES * PAGE, host_fd)
+    executors = {tuning: CudaExecutor(memory.regions, DEVICE, tuning=tuning) for tuning in (DEFAULT_TUNING, BY_KERNEL)}
+    loads = _loads(memory)
+    print("ready", flush=True)
+    for line in iter(sys.stdin.readline, ""):
+        tuning, plans = loads[line.strip()]
+        print("copying", flush=True)
+        print(_copy_on(executors[tuning], plans), flush=True)
+
+
+def _copy_on(executor: CudaExecutor, plans: list[CopyPlan]) -> float:
+    """Until the next line; GB/s between the first plan's end and the last one's before it."""
+    began = last = 0.0
+    moved = number = 0
+    while not select.select([0], [], [], 0)[0]:
+        while len(executor.outstanding()) < QUEUED:
+            number += 1
+            executor.submit(replace(plans[number % len(plans)], plan_id=number))
+        ended = executor.poll()
+        if ended:
+            last = time.perf_counter()
+            moved += sum(completion.moved_bytes for completion in ended) if began else 0
+            began = began or last
+        if executor.idle():
+            time.sleep(0.001)
+    while executor.outstanding():
+        executor.poll()
+    os.read(0, 64)
+    return moved / (last - began) / GB
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
