@@ -30,9 +30,11 @@ from tests.bench.gpu_memory import DEVICE, GB, PAGE, PLAN_PAGES, QUEUED, Memory,
 HOST_BYTES = 8 * GIB
 PLANS = 4
 BY_KERNEL = Tuning(small_copy_bytes=MIB)
+FEW_BLOCKS = Tuning(sum_blocks=32)
 LOADS = {
     "whole": "offload of whole pages",
     "summed": "the same, checksums of all",
+    "summed-few": f"the same, checksums of all by {FEW_BLOCKS.sum_blocks} blocks",
     "sampled": f"the same, checksums of one in {SAMPLE}",
     "onboard": "onboard of whole pages",
     "permuted": "permuted offload",
@@ -169,6 +171,7 @@ def _loads(memory: Memory) -> dict[str, tuple[Tuning, list[CopyPlan]]]:
     return {
         "whole": (DEFAULT_TUNING, down),
         "summed": (DEFAULT_TUNING, summed(down, 1)),
+        "summed-few": (FEW_BLOCKS, summed(down, 1)),
         "sampled": (DEFAULT_TUNING, summed(down, SAMPLE)),
         "onboard": (DEFAULT_TUNING, up),
         "permuted": (DEFAULT_TUNING, permuted),
@@ -178,7 +181,8 @@ def _loads(memory: Memory) -> dict[str, tuple[Tuning, list[CopyPlan]]]:
 
 def _serve(host_fd: int) -> None:
     memory = Memory(HOST_BYTES, 2 * PLANS * PLAN_PAGES * PAGE, host_fd)
-    executors = {tuning: CudaExecutor(memory.regions, DEVICE, tuning=tuning) for tuning in (DEFAULT_TUNING, BY_KERNEL)}
+    tunings = (DEFAULT_TUNING, BY_KERNEL, FEW_BLOCKS)
+    executors = {tuning: CudaExecutor(memory.regions, DEVICE, tuning=tuning) for tuning in tunings}
     loads = _loads(memory)
     print("ready", flush=True)
     for line in iter(sys.stdin.readline, ""):
