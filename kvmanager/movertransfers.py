@@ -20,8 +20,8 @@ from kvmanager.wire import RegionKind
 
 PACK_REGION: Final = (1 << 32) - 1
 """The mover's own: the ring that it packs pages in, as large as staging."""
-AHEAD_ON_GPU: Final = 4
-"""Chunks of one pull in staging: one is packed, one read, one placed, and one waits."""
+AHEAD_ON_GPU: Final = 6
+"""Chunks of one pull in staging: some are packed, one read, one placed."""
 _log = logging.getLogger("kvmanager.mover")
 
 
@@ -47,7 +47,7 @@ class MoverTransfers:
         gpu = device_ordinal(device) if self._on_gpu else None
         self._regions = regions
         self._memory = memory
-        self.reader = NixlReader(f"kvmanager-{device}", incarnation, regions, ucx, gpu=gpu or 0)
+        self.reader = NixlReader(f"kvmanager-{device}", incarnation, regions, ucx, gpu=gpu or 0, polled=self._on_gpu)
         self._service: PackService | None = None
         if self._on_gpu and staging is not None:
             size = regions.size(staging)

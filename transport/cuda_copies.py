@@ -29,6 +29,9 @@ _BATCH_ABI: Final = 13_000
 _COPY_3D_ABI: Final = 3_020
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 _SOURCE_ORDER_STREAM: Final = 1  # CUmemcpySrcAccessOrder
+_BESIDE_COMPUTE: Final = 1
+"""CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE. Without it copies within a GPU take its processors: a decode loop beside
+them was 14% slower, with it 7% (measured on an H200)."""
 _OPERAND_POINTER: Final = 1  # CUmemcpy3DOperandType
 
 
@@ -112,7 +115,7 @@ class CudaCopies:
         )
         self._copy_3d_call = _function("cuMemcpy3DAsync", _COPY_3D_ABI, pointer, pointer)
         self._copy_call = _function("cuMemcpyAsync", 4_000, ctypes.c_uint64, ctypes.c_uint64, size, pointer)
-        self._attributes = _Attributes(source_order=_SOURCE_ORDER_STREAM)
+        self._attributes = _Attributes(source_order=_SOURCE_ORDER_STREAM, flags=_BESIDE_COMPUTE)
         self._first = ctypes.c_size_t(0)
         self._copy_3d = _Copy3D()
 

@@ -152,8 +152,13 @@ class NixlReader:
         settings: UcxSettings | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         gpu: int = 0,
+        polled: bool = False,
     ) -> None:
-        """`gpu`: number of the device that regions without an array lie on."""
+        """`gpu`: number of the device that regions without an array lie on.
+
+        `polled`: the owner calls `messages` each few milliseconds, and that is all the progress there is. The thread
+        that makes progress else would wait for the same locks as the owner, milliseconds for each message.
+        """
         self._gpu = gpu
         api = load_nixl(settings or UcxSettings())
         self.name = agent_name(name, incarnation)
@@ -164,7 +169,7 @@ class NixlReader:
             getattr(self._bindings, e) for e in dir(self._bindings) if e.startswith("nixl") and e.endswith("Error")
         )
         config = api.nixl_agent_config(
-            enable_prog_thread=True, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+            enable_prog_thread=not polled, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
         start_errors: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
         try:
@@ -174,6 +179,7 @@ class NixlReader:
         except start_errors as error:
             raise ConfigError(f"NIXL can't start UCX over {settings}: {_text(error)}") from error
         self._registered: dict[int, Any] = {}
+        self._metadata = b""
         self._peers: dict[str, bytes] = {}
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
@@ -198,6 +204,7 @@ class NixlReader:
         except self._errors as error:
             raise TransferFailed(f"NIXL can't register region {region_id}: {_text(error)}") from error
         self._registered[region_id] = registered
+        self._metadata = b""
 
     def _kind(self, region_id: int) -> tuple[str, int]:
         """NIXL's name of the region's memory, and the device that it is on."""
@@ -205,7 +212,9 @@ class NixlReader:
 
     def metadata(self) -> bytes:
         """What a peer needs to read this agent's registered regions; opaque."""
-        return bytes(self._agent.get_agent_metadata())
+        if not self._metadata:
+            self._metadata = bytes(self._agent.get_agent_metadata())
+        return self._metadata
 
     def add_peer(self, name: str, metadata: bytes) -> None:
         """Makes a peer known, or takes newer metadata of one.

@@ -129,7 +129,7 @@ class _Pull:
 
 
 class PullPipeline:
-    """All pulls of one mover. `poll` starts at most one read, for over loopback a read blocks until it is done.
+    """All pulls of one mover. `poll` starts at most `ahead` reads: where one blocks until it is done, that is one.
 
     `moved_bytes` of a pull counts bytes read from the peer, `busy_ns` reading and placing, of all chunks together.
     """
@@ -198,7 +198,9 @@ class PullPipeline:
             self._quarantine.pop(read_id, None)
         for completion in self._placer.poll():
             self._after_placement(completion)
-        self._start_one()
+        for _ in range(self._ahead):
+            if not self._start_one():
+                break
         ended = [pull for pull in self._pulls.values() if pull.ended is not None and not pull.held]
         return [self._end(pull) for pull in ended]
 
@@ -276,8 +278,8 @@ class PullPipeline:
         elif completion.outcome is Outcome.UNKNOWN_FATE or pull.ended is None:
             pull.ended = (completion.outcome, completion.error)
 
-    def _start_one(self) -> None:
-        """Starts the next chunk of the pull that has waited longest, of those whose staging is free."""
+    def _start_one(self) -> bool:
+        """Starts the next chunk of the pull that has waited longest, of those whose staging is free. Whether one was."""
         taken = [span for pull in self._pulls.values() for span in pull.held.values()]
         now = self._clock_ns()
         for pull_id in self._turns:
@@ -303,7 +305,8 @@ class PullPipeline:
             self._turns.remove(pull_id)
             self._turns.append(pull_id)
             self._start(pull, chunk, span)
-            return
+            return True
+        return False
 
     def _is_over(self, pull: _Pull, now: int) -> bool:
         """Ends a pull that has no chunk left, or no time."""

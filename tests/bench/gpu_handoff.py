@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from tests.bench.figure import Figure
 
 TOKENS = 1_048_576
 ROWS = 64
-CHUNK_PAGES = 16
+CHUNK_PAGES = int(os.environ.get("HANDOFF_CHUNK_PAGES", "24"))
 RING_BYTES = 1_024 * MIB
 GB = 1e9
 

@@ -30,6 +30,7 @@ from kvmanager.core.spanplans import SpanRun, copy_pages
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import GLM53, GLM53_TINY, KVLayout, indexer_layout, latent_layout, native_layout
+from kvmanager.movertransfers import AHEAD_ON_GPU
 from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.cuda import CudaExecutor
@@ -46,6 +47,7 @@ RANKS = 8
 LATENT, INDEXER, PACK, SHARD = 60, 70, 90, 100
 FORMATS = {"glm53": GLM53, "tiny": GLM53_TINY}
 SAMPLES = 400
+POLLED = os.environ.get("HANDOFF_POLLED", "1") == "1"
 
 
 def word(rank: int, index: np.ndarray) -> np.ndarray:
@@ -72,7 +74,7 @@ class Role:
         transports = UcxSettings.for_device(device).transports
         ucx = UcxSettings(os.environ.get("HANDOFF_UCX_TLS", transports))
         self.add_ring(STAGING_REGION)
-        self.reader = NixlReader(f"bench-{device}", secrets.randbits(64), self.regions, ucx, gpu=self.gpu or 0)
+        self.reader = NixlReader(f"bench-{device}", secrets.randbits(64), self.regions, ucx, gpu=self.gpu or 0, polled=POLLED)
         self.reader.register(STAGING_REGION)
 
     def executor(self) -> Executor:
@@ -196,7 +198,7 @@ class Target(Role):
         self.peer: dict[str, Any] = {}
         self.reads = PackedReads(self.reader)
         self.pipeline = PullPipeline(
-            self.reads, self.regions, STAGING_REGION, placer=self.executor(), ahead=4 if self.on_gpu else 2
+            self.reads, self.regions, STAGING_REGION, placer=self.executor(), ahead=AHEAD_ON_GPU if self.on_gpu else 2
         )
         self.number = 0
 
