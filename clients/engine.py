@@ -145,6 +145,8 @@ class EngineClient:
         self._renew = renew
         self._last: pb.StepRequest | None = None
         self._number = 0
+        self.hot_rows: tuple[int, int] | None = None
+        """(hits, misses) of the hot buffers since the registration, sent with the next message; set by the worker."""
         self._changed = threading.Condition()
         self._inbox = _Inbox()
         self._stream: _Stream | None = None
@@ -184,6 +186,7 @@ class EngineClient:
             open=opens,
             close=closes,
             turn_ends=turn_ends,
+            hot_rows=None if self.hot_rows is None else pb.HotRows(hits=self.hot_rows[0], misses=self.hot_rows[1]),
         )
         self._check_limits(message, len(requests))
         self._number += 1

@@ -26,6 +26,7 @@ from kvmanager.groupchecks import check_group, check_keys_of_kind
 from kvmanager.hostregions import HostShare, shared_host_regions
 from kvmanager.layout import KVFormat, format_named
 from kvmanager.moverconfig import MoverSection
+from kvmanager.operationsconfig import OPERATIONS, HealthSection, MetricsSection
 from kvmanager.units import MILLISECOND_NS, format_bytes
 
 HOUR_MS: Final = 3_600_000
@@ -227,6 +228,8 @@ class NodeConfig:
     eviction: EvictionSection
     offload: OffloadSection
     checksums: ChecksumsSection
+    metrics: MetricsSection
+    health: HealthSection
     groups: tuple[GroupSection, ...]
     tenants: tuple[TenantSection, ...] = ()
 
@@ -306,8 +309,11 @@ _TABLES: Final[Mapping[str, type[Any]]] = {
     "eviction": EvictionSection,
     "offload": OffloadSection,
     "checksums": ChecksumsSection,
+    "metrics": MetricsSection,
+    "health": HealthSection,
 }
 _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
+    **OPERATIONS,
     NodeSection: {
         "name": parse.text,
         "runtime_dir": parse.directory,

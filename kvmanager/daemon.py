@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvmanager.admin_service import AdminService
@@ -70,6 +70,7 @@ from kvmanager.runtime_dir import GRPC_SOCKET, make_private_dir
 from kvmanager.sessions import SessionHub
 from kvmanager.takeover import ClientLives, Leftovers, NodeParts
 from kvmanager.units import MILLISECOND_NS, format_bytes
+from kvmanager.watch import Watch
 from kvmanager.wire import MESSAGE_MAX_BYTES
 from kvmanager.worker_service import WorkerService
 
@@ -115,7 +116,16 @@ class Daemon:
         self._state = "starting"
         self._groups = {group.name: group for group in plan.groups}
         self._gate = Gate()
-        self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail, self._journal)
+        self._watch = Watch(
+            config.node.name,
+            config.health,
+            config.metrics,
+            config.lease.grace_ns,
+            self._node.state.counters,
+            lambda: self._state,
+        )
+        applied = self._watch.meter.applied
+        self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail, self._journal, applied)
         self._membership = Membership(
             self._loop.post, self._regions.unbind, self._on_gone, self._regions.free_words
         )
@@ -141,7 +151,7 @@ class Daemon:
             config.mover.rates,
         )
         self._handoffs.use(self._mover)
-        self._attach, self._server, self._health = self._make_servers()
+        self._attach, self._server = self._make_servers()
         self._know_clients(left)
         if left.forget_rest():
             self._regions.free_unbound()
@@ -169,7 +179,7 @@ class Daemon:
             for attach_id, rank in ranks.items():
                 self._regions.bind(attach_id, rank.word, rank.regions)
 
-    def _make_servers(self) -> tuple[AttachServer, grpc.Server, health.HealthServicer]:
+    def _make_servers(self) -> tuple[AttachServer, grpc.Server]:
         runtime_dir = self._config.node.runtime_dir
         socket_path = runtime_dir / GRPC_SOCKET
         attach_server = AttachServer(
@@ -199,6 +209,7 @@ class Daemon:
             self._hub,
             self._gate,
             self._config.tenant_of,
+            self._watch.meter.hot_rows,
         )
         peers = PeerService(
             self._boot_id, str(runtime_dir), self._loop, self._groups, callers, self._membership, self._mover
@@ -217,6 +228,7 @@ class Daemon:
         )
         server = grpc.server(
             ThreadPoolExecutor(max_workers=STREAM_THREADS, thread_name_prefix="grpc"),
+            interceptors=[self._watch.calls],
             # More are refused with RESOURCE_EXHAUSTED; without the limit they would wait for a thread, unanswered.
             maximum_concurrent_rpcs=STREAM_THREADS,
             options=[
@@ -235,15 +247,13 @@ class Daemon:
         pb_grpc.add_WorkerServicer_to_server(self._workers, server)
         pb_grpc.add_PeerServicer_to_server(peers, server)
         pb_grpc.add_AdminServicer_to_server(admin, server)
-        health_servicer = health.HealthServicer()
-        health_servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._watch.servicer, server)
         services = [service.full_name for service in pb.DESCRIPTOR.services_by_name.values()]
         reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         socket_path.unlink(missing_ok=True)
         if server.add_insecure_port(f"unix:{socket_path}") == 0:
             raise ConfigError(f"can't listen on {socket_path}; choose another runtime_dir")
-        return attach_server, server, health_servicer
+        return attach_server, server
 
     def start(self) -> None:
         """Faults the memory in and connects the mover, then lets engines in; operators may look on.
@@ -252,6 +262,7 @@ class Daemon:
         the mover does not come up.
         """
         self._loop.start()
+        self._watch.start(self._loop, self._mover)
         for token in self._dead:
             self._membership.exited(token)
         self._server.start()
@@ -263,7 +274,7 @@ class Daemon:
         self._mover.connect()  # it maps the regions, and is ready with them when this returns
         self._beginning.finish()
         self._state = SERVING
-        self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._watch.tell()
         if self._beginning.warm:
             checks = self._config.checksums
             self._loop.post(CheckCopies(checks.restart_spans, checks.restart_ms * MILLISECOND_NS))
@@ -309,6 +320,7 @@ class Daemon:
         self._server.stop(grace=1.0).wait()
         self._attach.close()
         self._lives.close()
+        self._watch.close()
         self._loop.stop()
         self._journal.snapshot(self._node)
         self._handoffs.close()
@@ -327,6 +339,7 @@ class Daemon:
         self._server.stop(grace=1.0).wait()
         self._attach.close()
         self._lives.close()
+        self._watch.close()
         self._handoffs.close()
         self._mover.close()
         self._loop.stop()
@@ -338,7 +351,7 @@ class Daemon:
         """Refuses new work and waits for what runs. Raises NotReady when the core ends meanwhile."""
         self._state = "draining"
         self._gate.close()
-        self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._watch.tell()
         self._loop.post(Drain("the node was told to stop"))
         began = time.monotonic()
         drain_s = self._config.node.drain_ms / 1000
@@ -376,6 +389,7 @@ class Daemon:
     def _on_gone(self, engine: str, epoch: int) -> None:
         self._hub.forget(engine, epoch)
         self._fence.forget((engine, epoch))
+        self._watch.meter.forget_engine(engine, epoch)
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:

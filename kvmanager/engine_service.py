@@ -62,9 +62,14 @@ class EngineService(pb_grpc.EngineServicer):
         hub: SessionHub,
         gate: Gate,
         tenant_of: Callable[[int], str],
+        hot_rows: Callable[[str, int, int, int], None],
     ) -> None:
-        """`tenant_of(uid)`: the tenant that a user's engines belong to."""
+        """`tenant_of(uid)`: the tenant that a user's engines belong to.
+
+        `hot_rows(engine, epoch, hits, misses)` is told what engines report.
+        """
         self._tenant_of = tenant_of
+        self._hot_rows = hot_rows
         self._boot_id = boot_id
         self._loop = loop
         self._node = node
@@ -158,6 +163,8 @@ class EngineService(pb_grpc.EngineServicer):
                 "open a stream for each epoch"
             )
         event = step_event(stream.key[0], message)
+        if message.HasField("hot_rows"):
+            self._hot_rows(*stream.key, message.hot_rows.hits, message.hot_rows.misses)
         registration = self._membership.registration(*stream.key)
         admitted = []
         refused = []

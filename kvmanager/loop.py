@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -52,7 +53,7 @@ class _Inspect:
     result: Future[Any]
 
     def refuse(self, error: KVError) -> None:
-        if not self.result.done():
+        if self.result.set_running_or_notify_cancel():
             self.result.set_exception(error)
 
 
@@ -72,12 +73,15 @@ class OwnerLoop:
         perform: Callable[[Effect], None],
         on_failure: Callable[[BaseException], None],
         journal: Journal | None = None,
+        observe: Callable[[Event, list[Effect], float], None] = lambda _event, _effects, _took_s: None,
     ) -> None:
+        """`observe(event, effects, seconds)`: called in the loop's thread, after the effects have left."""
         self._node = node
         self._timelines = timelines
         self._perform = perform
         self._on_failure = on_failure
         self._journal = journal
+        self._observe = observe
         self._inbox: queue.SimpleQueue[_Apply | _Inspect | None] = queue.SimpleQueue()
         self._ended = False
         self._lock = threading.Lock()  # guards `_ended`: nothing enters the inbox after it was emptied
@@ -113,11 +117,23 @@ class OwnerLoop:
             raise answer
         return answer
 
-    def inspect(self, look: Callable[[Node], T]) -> T:
-        """Runs a read-only function on the core, between two events. Raises its KVError, or NotReady."""
+    def inspect(self, look: Callable[[Node], T], timeout_s: float | None = None) -> T:
+        """Runs a read-only function on the core, between two events.
+
+        Raises its KVError, or NotReady, also when the core does not come to it within `timeout_s`.
+        """
         result: Future[T] = Future()
         self._put(_Inspect(look, result))
-        return result.result()
+        try:
+            return result.result(timeout_s)
+        except FutureTimeout:
+            result.cancel()
+            raise NotReady(f"the core did not answer within {timeout_s:g} s; see the daemon's log") from None
+
+    @property
+    def tick_age_s(self) -> float:
+        """Time since the last tick; what lies between two is at most TICK_S and the longest event."""
+        return time.monotonic() - (self._next_tick - TICK_S)
 
     def settle(self, action: Callable[[Node], None] = lambda _node: None) -> None:
         """Returns when all that this thread posted was applied, and then `action` was run in the loop's thread.
@@ -208,16 +224,19 @@ class OwnerLoop:
                 self._perform(effect)
         if work.answered is not None:
             reach("daemon.reply.after")
+        self._observe(work.event, effects, time.perf_counter() - start)
         if self._journal is not None and self._journal.due(idle=self._inbox.empty()):
             self._journal.snapshot(self._node)
 
     def _look(self, work: _Inspect) -> None:
+        if not work.result.set_running_or_notify_cancel():
+            return  # nobody waits any more
         try:
             seen = work.look(self._node)
         except KVError as error:
             work.result.set_exception(error)
         except BaseException:
-            work.refuse(_over())
+            work.result.set_exception(_over())
             raise
         else:
             work.result.set_result(seen)

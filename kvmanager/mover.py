@@ -163,6 +163,8 @@ class Mover:
             return [pb.MoverEvent(region_added=self._add_region(command.add_region, fds))]
         if what == "list_outstanding":
             return [pb.MoverEvent(outstanding=pb.Outstanding(plan_ids=pack_u64(self._outstanding())))]
+        if what == "ping":
+            return [pb.MoverEvent(pong=command.ping)]
         if what == "start_agent":
             return [pb.MoverEvent(agent_started=self._start_agent())]
         if what == "submit":

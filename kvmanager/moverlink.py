@@ -114,6 +114,13 @@ class MoverLink:
         """Asks for the NIXL agent's name and metadata: AgentStarted follows, also when it runs already."""
         self.send(pb.MoverCommand(start_agent=pb.StartAgent()))
 
+    def ping(self) -> None:
+        """Asks for a sign of life: pong follows. Nothing is sent while older commands wait to go out."""
+        with self._lock:
+            behind = bool(self._writer)
+        if not behind:
+            self.send(pb.MoverCommand(ping=1), yields=True)
+
     def list_outstanding(self) -> None:
         """Asks for the outstanding ids: Outstanding follows."""
         self.send(pb.MoverCommand(list_outstanding=pb.ListOutstanding()), yields=True)  # after all plans

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -121,6 +122,7 @@ class Mover:
         self._orphans = orphans
         self._recovering = orphans is not None
         self._first = threading.Event()
+        self._heard_s = time.monotonic()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
 
@@ -203,6 +205,19 @@ class Mover:
             return error
         return None
 
+    def ping(self) -> None:
+        """Asks the mover's process for a sign of life, if there is a link to it."""
+        with self._lock:
+            link = self._link
+        if link is not None:
+            with suppress(KVError):
+                link.ping()
+
+    @property
+    def pong_age_s(self) -> float:
+        """Time since its loop last answered; counted from the beginning until it does."""
+        return time.monotonic() - self._heard_s
+
     def warm_agent(self) -> None:
         """Has the NIXL agent started, without waiting for it."""
         try:
@@ -241,6 +256,8 @@ class Mover:
             self._reconcile(set(unpack_u64(event.outstanding.plan_ids, "outstanding.plan_ids").tolist()))
         elif what == "agent_started":
             self._agent_started(event)
+        elif what == "pong":
+            self._heard_s = time.monotonic()
 
     def _ended(
         self, work_id: int, outcome: CopyOutcome, error: KVError | None, sums: SumArray | None = None
@@ -369,6 +386,7 @@ class Mover:
                     failed.append((_id_of(work), error))
         for work_id, error in failed:
             self._ended(work_id, CopyOutcome.FAILED, error)
+        self._heard_s = time.monotonic()
         _log.info("mover %d for %s has all regions", self._process.pid, self.device)
         self._first.set()
 

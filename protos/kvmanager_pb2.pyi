@@ -644,6 +644,7 @@ class StepRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     TURN_ENDS_FIELD_NUMBER: _builtins.int
+    HOT_ROWS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """sequence number 1, 2, 3, ... in this epoch; a resend gets the same reply"""
     boot_id: _builtins.int
@@ -672,6 +673,10 @@ class StepRequest(_message.Message):
     def turn_ends(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnEnd]:
         """turns of sessions that ended elsewhere, a decode node for example"""
 
+    @_builtins.property
+    def hot_rows(self) -> Global___HotRows:
+        """what became of top-k rows that were not resident; optional, for the metrics only"""
+
     def __init__(
         self,
         *,
@@ -684,14 +689,41 @@ class StepRequest(_message.Message):
         open: _abc.Iterable[Global___OpenRequest] | None = ...,
         close: _abc.Iterable[Global___CloseRequest] | None = ...,
         turn_ends: _abc.Iterable[Global___TurnEnd] | None = ...,
+        hot_rows: Global___HotRows | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "requests", b"requests"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "hot_rows", b"hot_rows", "requests", b"requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "close", b"close", "epoch", b"epoch", "fence", b"fence", "notices_seen", b"notices_seen", "number", b"number", "open", b"open", "requests", b"requests", "turn_ends", b"turn_ends"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "close", b"close", "epoch", b"epoch", "fence", b"fence", "hot_rows", b"hot_rows", "notices_seen", b"notices_seen", "number", b"number", "open", b"open", "requests", b"requests", "turn_ends", b"turn_ends"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepRequest: _TypeAlias = StepRequest  # noqa: Y015
+
+@_typing.final
+class HotRows(_message.Message):
+    """Rows chosen by the top-k that were not resident, since the engine registered: totals, so that a resend adds nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HITS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    hits: _builtins.int
+    """count of rows that the hot buffers had"""
+    misses: _builtins.int
+    """count of rows that were read from the host"""
+    def __init__(
+        self,
+        *,
+        hits: _builtins.int = ...,
+        misses: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hits", b"hits", "misses", b"misses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HotRows: _TypeAlias = HotRows  # noqa: Y015
 
 @_typing.final
 class ClassPages(_message.Message):
@@ -2421,10 +2453,13 @@ class MoverCommand(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     LIST_OUTSTANDING_FIELD_NUMBER: _builtins.int
     START_AGENT_FIELD_NUMBER: _builtins.int
+    PING_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
     """id of the daemon's start; a mover serves the newest it has seen"""
     cancel: _builtins.int
     """plan or pull id: no further chunk starts; its Completion still comes"""
+    ping: _builtins.int
+    """any number, answered by a pong with the same"""
     @_builtins.property
     def hello(self) -> Global___Hello:
         """answered by Welcome"""
@@ -2460,12 +2495,13 @@ class MoverCommand(_message.Message):
         cancel: _builtins.int = ...,
         list_outstanding: Global___ListOutstanding | None = ...,
         start_agent: Global___StartAgent | None = ...,
+        ping: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["add_region", b"add_region", "cancel", b"cancel", "hello", b"hello", "list_outstanding", b"list_outstanding", "pull", b"pull", "start_agent", b"start_agent", "submit", b"submit", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["add_region", b"add_region", "cancel", b"cancel", "hello", b"hello", "list_outstanding", b"list_outstanding", "ping", b"ping", "pull", b"pull", "start_agent", b"start_agent", "submit", b"submit", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_region", b"add_region", "boot_id", b"boot_id", "cancel", b"cancel", "hello", b"hello", "list_outstanding", b"list_outstanding", "pull", b"pull", "start_agent", b"start_agent", "submit", b"submit", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_region", b"add_region", "boot_id", b"boot_id", "cancel", b"cancel", "hello", b"hello", "list_outstanding", b"list_outstanding", "ping", b"ping", "pull", b"pull", "start_agent", b"start_agent", "submit", b"submit", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["hello", "add_region", "submit", "pull", "cancel", "list_outstanding", "start_agent"]  # noqa: Y015
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["hello", "add_region", "submit", "pull", "cancel", "list_outstanding", "start_agent", "ping"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
 
@@ -2571,8 +2607,11 @@ class MoverEvent(_message.Message):
     COMPLETION_FIELD_NUMBER: _builtins.int
     OUTSTANDING_FIELD_NUMBER: _builtins.int
     AGENT_STARTED_FIELD_NUMBER: _builtins.int
+    PONG_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """id of the mover's process, 64 random bits"""
+    pong: _builtins.int
+    """to ping: the number that came"""
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """to Hello"""
@@ -2602,12 +2641,13 @@ class MoverEvent(_message.Message):
         completion: Global___Completion | None = ...,
         outstanding: Global___Outstanding | None = ...,
         agent_started: Global___AgentStarted | None = ...,
+        pong: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["agent_started", b"agent_started", "completion", b"completion", "outstanding", b"outstanding", "region_added", b"region_added", "welcome", b"welcome", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["agent_started", b"agent_started", "completion", b"completion", "outstanding", b"outstanding", "pong", b"pong", "region_added", b"region_added", "welcome", b"welcome", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_started", b"agent_started", "completion", b"completion", "incarnation", b"incarnation", "outstanding", b"outstanding", "region_added", b"region_added", "welcome", b"welcome", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_started", b"agent_started", "completion", b"completion", "incarnation", b"incarnation", "outstanding", b"outstanding", "pong", b"pong", "region_added", b"region_added", "welcome", b"welcome", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["welcome", "region_added", "completion", "outstanding", "agent_started"]  # noqa: Y015
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["welcome", "region_added", "completion", "outstanding", "agent_started", "pong"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
 
