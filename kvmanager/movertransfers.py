@@ -15,6 +15,7 @@ from kvmanager.transport.nixl import NixlReader, UcxSettings
 from kvmanager.transport.pacing import Pacer
 from kvmanager.transport.pack_service import PackService
 from kvmanager.transport.packed_reads import PackedReads
+from kvmanager.transport.packers import CudaPacker
 from kvmanager.transport.pull_pipeline import PullPipeline, PullRequest
 from kvmanager.wire import RegionKind
 
@@ -53,7 +54,7 @@ class MoverTransfers:
             size = regions.size(staging)
             regions.add_gpu(PACK_REGION, int(call("cuMemAlloc", size)), size)
             self.reader.register(PACK_REGION)
-            packer = CudaExecutor(regions, device)
+            packer = CudaPacker(regions, device_ordinal(device))
             self._service = PackService(self.reader, regions, packer, PACK_REGION, memory.pageable, gpu)
         self._reads = PackedReads(self.reader, self._service)
         self._placer = CudaExecutor(regions, device, pacer=pacer) if self._on_gpu else CpuExecutor(regions)

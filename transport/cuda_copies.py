@@ -151,10 +151,10 @@ class CudaCopies:
         source, target, lengths = cut_at(*runs, from_region.chunk_bounds, to_region.chunk_bounds)
         if len(source) == 0:
             return 0
-        return self._runs(source + from_region.address, target + to_region.address, lengths, stream)
+        return self.runs(source + from_region.address, target + to_region.address, lengths, stream)
 
-    def _runs(self, source: Int64Array, target: Int64Array, lengths: Int64Array, stream: int) -> int:
-        """Addresses and bytes of each run."""
+    def runs(self, source: Int64Array, target: Int64Array, lengths: Int64Array, stream: int) -> int:
+        """Queues copies by address: int64[runs] each, in bytes, each within one registration; the calls made."""
         if len(source) == 1 or stream == 0:  # the batched call takes no legacy default stream
             for run in zip(target.tolist(), source.tolist(), lengths.tolist(), strict=True):
                 check("cuMemcpyAsync", self._copy_call(*run, stream))

@@ -10,18 +10,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
-from kvmanager.core.spanplans import copy_pages
-from kvmanager.errors import InvalidArgument, KVError, TransferError
-from kvmanager.geometry import Int64Array
-from kvmanager.transport.executor import Completion, Executor, Outcome, RegionMap
+from kvmanager.errors import DeviceError, InvalidArgument, KVError, TransferError
+from kvmanager.transport.executor import RegionMap
 from kvmanager.transport.nixl import NixlReader
 from kvmanager.transport.pack_messages import Ask, Packed, Refused
+from kvmanager.transport.packers import Packer
 
 SLOT_GRACE_NS: Final = 1_000_000_000
 MOST_ASKS: Final = 256
@@ -31,12 +29,12 @@ _log = logging.getLogger("kvmanager.mover")
 
 @dataclass
 class _Slot:
-    """Bytes [start, end) of the ring, held for an ask until `until_ns`. `plan_id`: while it is being filled."""
+    """Bytes [start, end) of the ring, held for an ask until `until_ns`. `number`: while it is being filled."""
 
     start: int
     end: int
     until_ns: int
-    plan_id: int | None
+    number: int | None
     dropped: bool = False
 
 
@@ -47,16 +45,16 @@ class PackService:
         self,
         reader: NixlReader,
         regions: RegionMap,
-        executor: Executor,
+        packer: Packer,
         region: int,
         sources: Callable[[], list[int]],
         gpu: int | None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`executor`: this service's own. `sources`: regions that may be read. `gpu`: where the ring is."""
+        """`packer`: this service's own. `sources`: regions that may be read. `gpu`: where the ring is."""
         self._reader = reader
         self._regions = regions
-        self._executor = executor
+        self._packer = packer
         self._region = region
         self._sources = sources
         self._gpu = gpu
@@ -64,7 +62,7 @@ class PackService:
         self._asks: dict[str, deque[tuple[Ask, int]]] = {}  # with when it came
         self._slots: dict[tuple[str, int], _Slot] = {}
         self._filling: dict[int, tuple[str, int]] = {}
-        self._next_plan = 1
+        self._next_number = 1
         self._heard_ns = 0
 
     def ask(self, peer: str, ask: Ask) -> None:
@@ -98,15 +96,15 @@ class PackService:
             if now >= slot.until_ns:
                 slot.dropped = True
                 self._free_if_quiet(key, slot)
-        for completion in self._executor.poll():
-            self._packed(completion)
+        for number, error in self._packer.poll():
+            self._packed(number, error)
         while self._start_next(now):
             pass
 
     def next_poll_s(self) -> float:
         """How long the owner may sleep: messages of peers make no descriptor readable."""
-        if self._executor.outstanding():
-            return 0.0 if self._gpu is None else 0.0002
+        if self._packer.outstanding():
+            return 0.0 if self._gpu is None else 0.0001
         return 0.0005 if self._asks or self._slots or self._clock_ns() - self._heard_ns < 2_000_000_000 else 0.01
 
     def outstanding(self) -> int:
@@ -125,50 +123,40 @@ class PackService:
             return True
         ask, came_ns = waiting[0]
         try:
+            self._check(ask)
             start = self._room(len(ask.addresses) * ask.page_bytes)
-            copies = None if start is None else self._copies(ask, start)
         except KVError as error:
             waiting.popleft()
             self._refuse(peer, ask.ask_id, str(error))
         else:
-            if copies is None or start is None:
+            if start is None:
                 self._asks = {peer: waiting, **self._asks}  # first again, when there is room
                 return False
             waiting.popleft()
-            self._pack(peer, ask, start, copies, came_ns)
+            self._pack(peer, ask, start, came_ns)
         if waiting:
             self._asks[peer] = waiting
         return True
 
-    def _pack(self, peer: str, ask: Ask, start: int, copies: tuple[PagedCopies, ...], came_ns: int) -> None:
-        plan = CopyPlan(self._next_plan, Purpose.PLACE, copies)
-        self._next_plan += 1
+    def _pack(self, peer: str, ask: Ask, start: int, came_ns: int) -> None:
+        number, self._next_number = self._next_number, self._next_number + 1
         until = came_ns + ask.lease_ns + SLOT_GRACE_NS
         end = start + len(ask.addresses) * ask.page_bytes
-        self._slots[peer, ask.ask_id] = _Slot(start, end, until, plan.plan_id)
-        self._filling[plan.plan_id] = peer, ask.ask_id
-        self._executor.submit(plan)
+        self._slots[peer, ask.ask_id] = _Slot(start, end, until, number)
+        self._filling[number] = peer, ask.ask_id
+        ring = self._regions.address(self._region)
+        self._packer.start(number, ask.addresses.astype(np.int64), ring + start, ask.page_bytes)
 
-    def _copies(self, ask: Ask, start: int) -> tuple[PagedCopies, ...]:
-        """The pages to `start` of the ring, region by region. Raises InvalidArgument for others' addresses."""
-        ids = np.array(sorted(self._sources(), key=self._regions.address), np.int64)
-        begins = np.array([self._regions.address(i) for i in ids.tolist()], np.uint64)
-        sizes = np.array([self._regions.size(i) for i in ids.tolist()], np.uint64)
+    def _check(self, ask: Ask) -> None:
+        """Raises InvalidArgument unless all pages lie in regions that peers may read."""
+        ids = sorted(self._sources(), key=self._regions.address)
+        begins = np.array([self._regions.address(i) for i in ids], np.uint64)
+        sizes = np.array([self._regions.size(i) for i in ids], np.uint64)
         place = np.searchsorted(begins, ask.addresses, side="right") - 1
-        offsets = ask.addresses - begins[place]
         page = np.uint64(ask.page_bytes)
-        bad = (place < 0) | (offsets + page > sizes[place]) | (offsets % max(page, np.uint64(1)) > 0)
-        if ask.page_bytes == 0 or bad.any():
+        bad = (place < 0) | (ask.addresses - begins[place] + page > sizes[place])
+        if ask.page_bytes == 0 or not len(bad) or bad.any():
             raise InvalidArgument(f"{int(bad.sum())} of {len(bad)} addresses are of no page of {ask.page_bytes} B here")
-        pages: Int64Array = (offsets // page).astype(np.int64)
-        copies: list[PagedCopies] = []
-        for number in np.unique(place).tolist():
-            mine = np.flatnonzero(place == number)
-            copies += copy_pages(ask.page_bytes, int(ids[number]), pages[mine], self._region, mine)
-        return tuple(
-            replace(c, boxes=tuple(replace(box, target_offset=box.target_offset + start) for box in c.boxes))
-            for c in copies
-        )
 
     def _room(self, size_bytes: int) -> int | None:
         """Where so many bytes are free. Raises InvalidArgument for more than the ring has."""
@@ -182,23 +170,21 @@ class PackService:
             at = slot.end
         return at if total - at >= size_bytes else None
 
-    def _packed(self, completion: Completion) -> None:
-        key = self._filling.pop(completion.plan_id)
+    def _packed(self, number: int, error: DeviceError | None) -> None:
+        key = self._filling.pop(number)
         peer, ask_id = key
         slot = self._slots[key]
-        if completion.outcome is Outcome.UNKNOWN_FATE:
-            return  # the GPU's context is lost: this process ends
-        slot.plan_id = None
-        if completion.outcome is not Outcome.DONE:
+        slot.number = None
+        if error is not None:
             slot.dropped = True
-            self._refuse(peer, ask_id, str(completion.error))
+            self._refuse(peer, ask_id, str(error))
         elif not slot.dropped:
             address = self._regions.address(self._region) + slot.start
             self._answer(peer, Packed(ask_id, address, self._gpu).encode())
         self._free_if_quiet(key, slot)
 
     def _free_if_quiet(self, key: tuple[str, int], slot: _Slot) -> None:
-        if slot.dropped and slot.plan_id is None:
+        if slot.dropped and slot.number is None:
             del self._slots[key]
 
     def _refuse(self, peer: str, ask_id: int, why: str) -> None:

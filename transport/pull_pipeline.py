@@ -279,7 +279,7 @@ class PullPipeline:
             pull.ended = (completion.outcome, completion.error)
 
     def _start_one(self) -> bool:
-        """Starts the next chunk of the pull that has waited longest, of those whose staging is free. Whether one was."""
+        """Starts the next chunk of the pull that has waited longest, of those whose staging is free. Whether any."""
         taken = [span for pull in self._pulls.values() for span in pull.held.values()]
         now = self._clock_ns()
         for pull_id in self._turns:

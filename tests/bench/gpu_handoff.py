@@ -80,6 +80,8 @@ def figures(devices: tuple[str, str] = ("cuda:0", "cuda:1")) -> Iterator[Figure]
         peer = source.hear()
         print(f"# both sides are ready after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
         target.ask("meet", peer)
+        rate = max(source.ask("pack")["rate"] for _ in range(3))
+        yield Figure(f"hand-off gpu: {CHUNK_PAGES} pages of eight shards packed", rate / GB, "GB/s", "itself", 1.0)
         yield from _link(target)
         yield from _hand_offs(target, devices[1])
     finally:

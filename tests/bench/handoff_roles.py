@@ -25,8 +25,8 @@ import numpy as np
 from kvmanager.allocators.cuda_driver import DeviceContext, call, device_ordinal
 from kvmanager.allocators.device_memory import DeviceMapping, create_device_memory
 from kvmanager.core.events import PullTarget
-from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
-from kvmanager.core.spanplans import SpanRun, copy_pages
+from kvmanager.core.plans import StridedCopies
+from kvmanager.core.spanplans import SpanRun
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import GLM53, GLM53_TINY, KVLayout, indexer_layout, latent_layout, native_layout
@@ -39,6 +39,7 @@ from kvmanager.transport.executor import Executor, Outcome, RegionMap
 from kvmanager.transport.nixl import NixlReader, PeerMemory, UcxSettings
 from kvmanager.transport.pack_service import PackService
 from kvmanager.transport.packed_reads import PackedReads
+from kvmanager.transport.packers import CudaPacker, HostPacker, Packer
 from kvmanager.transport.pinned import PinnedMemory
 from kvmanager.transport.pull_pipeline import PullPipeline, PullRequest
 from kvmanager.units import MIB, SECOND_NS
@@ -74,7 +75,9 @@ class Role:
         transports = UcxSettings.for_device(device).transports
         ucx = UcxSettings(os.environ.get("HANDOFF_UCX_TLS", transports))
         self.add_ring(STAGING_REGION)
-        self.reader = NixlReader(f"bench-{device}", secrets.randbits(64), self.regions, ucx, gpu=self.gpu or 0, polled=POLLED)
+        self.reader = NixlReader(
+            f"bench-{device}", secrets.randbits(64), self.regions, ucx, gpu=self.gpu or 0, polled=POLLED
+        )
         self.reader.register(STAGING_REGION)
 
     def executor(self) -> Executor:
@@ -130,7 +133,8 @@ class Source(Role):
         self.add_ring(PACK)
         self.reader.register(PACK)
         sources = [SHARD + rank for rank in range(RANKS)]
-        self.service = PackService(self.reader, self.regions, self.executor(), PACK, lambda: sources, self.gpu)
+        self.packer: Packer = CudaPacker(self.regions, self.gpu) if self.gpu is not None else HostPacker()
+        self.service = PackService(self.reader, self.regions, self.packer, PACK, lambda: sources, self.gpu)
         self.reads = PackedReads(self.reader, self.service)
 
     def _fill(self, rank: int, size: int) -> None:
@@ -172,19 +176,18 @@ class Source(Role):
             self.reads.poll()
             self.service.poll()
 
-    def pack(self, overlap: int) -> dict[str, Any]:
-        """Bytes a second of packing alone. `overlap`: 1 lets the driver leave the processors to others."""
-        executor = self.executor()
-        _overlap(executor, overlap)
-        total, started = 0, time.perf_counter()
-        for number in range(64):
-            pages = (np.arange(self.chunk_pages) + number * self.chunk_pages) % self.spans
-            copies = copy_pages(self.layout.page_bytes, SHARD, pages, PACK, np.arange(self.chunk_pages))
-            executor.submit(CopyPlan(number, Purpose.PLACE, copies))
-            total += copies[0].total_bytes
-        while executor.outstanding():
-            executor.poll()
-        return {"rate": total / (time.perf_counter() - started)}
+    def pack(self) -> dict[str, Any]:
+        """Bytes a second of packing alone."""
+        page, count = self.layout.page_bytes, 64
+        starts = np.arange(self.chunk_pages) % RANKS
+        bases = np.array([self.regions.address(SHARD + rank) for rank in range(RANKS)])
+        started = time.perf_counter()
+        for number in range(count):
+            pages = (np.arange(self.chunk_pages) // RANKS + number * self.chunk_pages // RANKS) % self.spans
+            self.packer.start(-1 - number, bases[starts] + pages * page, self.regions.address(PACK), page)
+        while self.packer.outstanding():
+            self.packer.poll()
+        return {"rate": count * self.chunk_pages * page / (time.perf_counter() - started)}
 
 
 class Target(Role):
