@@ -172,7 +172,7 @@ def core_limits(config: NodeConfig) -> Limits:
         batch_spans=config.offload.batch_spans,
         inclusion=Inclusion(config.offload.inclusion),
         writeback_tries=config.offload.tries,
-        checksums=int(config.node.device == "cpu") if config.checksums.cover is None else config.checksums.cover,
+        checksums=1 if config.checksums.cover is None else config.checksums.cover,
         growth_cap_tokens=config.admission.growth_cap_tokens,
         overcommit=config.admission.overcommit,
         ticket_ttl_ns=config.lease.ticket_ttl_ns,

@@ -91,6 +91,7 @@ def _on_gpu() -> tuple[dict[str, str], dict[str, Callable[[], Iterator[Figure]]]
 
     suites = {
         "copies": gpu_copies.figures,
+        "pinning": gpu_copies.pinning,
         "loop": gpu_loop.figures,
         "checksums": gpu_checksums.figures,
         "codec": gpu_figures.figures,

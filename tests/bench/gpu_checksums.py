@@ -22,7 +22,7 @@ PLANS = 4
 TIMES = 4
 SAMPLE = 16
 SECTIONS = tuple((section.start, section.size_bytes) for section in sections_of(LAYOUT))
-BLOCKS = sorted({8, 32, 132, SUM_BLOCKS})
+BLOCKS = sorted({8, 132, 264, SUM_BLOCKS})
 
 
 def summed(plans: Sequence[CopyPlan], one_in: int) -> list[CopyPlan]:

@@ -29,7 +29,7 @@ PAGE = LAYOUT.page_bytes
 PLAN_PAGES = 256
 QUEUED = 4
 """Plans of one direction that are outstanding at one time."""
-ROUNDS = 5
+ROUNDS = 3
 GB = 1e9
 
 
@@ -98,19 +98,19 @@ def carry_out(executor: CudaExecutor, plans: Sequence[CopyPlan], times: int = 1,
             time.sleep(0.001)
 
 
-def page_plans(memory: Memory, down: bool, plans: int, seed: int = 5) -> list[CopyPlan]:
-    """Whole pages from anywhere to anywhere; plans of either direction touch no page twice.
+def page_plans(memory: Memory, down: bool, plans: int, each: int = PLAN_PAGES) -> list[CopyPlan]:
+    """`each` whole pages a plan, from anywhere to anywhere; plans of either direction touch no page twice.
 
-    Needs 2 * `plans` * PLAN_PAGES pages of HBM, and as many on the host.
+    Needs 2 * `plans` * `each` pages of HBM, and as many on the host.
     """
-    count, rng = plans * PLAN_PAGES, np.random.default_rng(seed + down)
+    count, rng = plans * each, np.random.default_rng(5 + down)
     hbm = rng.permutation(count) + (0 if down else count)
     half = memory.host_pages // 2
     host = rng.choice(half, count, replace=False) + (0 if down else half)
     source, target = ((HBM, hbm), (HOST, host)) if down else ((HOST, host), (HBM, hbm))
     made = []
     for number in range(plans):
-        part = slice(number * PLAN_PAGES, (number + 1) * PLAN_PAGES)
+        part = slice(number * each, (number + 1) * each)
         copies = copy_pages(PAGE, source[0], source[1][part], target[0], target[1][part])
         made.append(CopyPlan(number, Purpose.OFFLOAD if down else Purpose.ONBOARD, copies))
     return made
