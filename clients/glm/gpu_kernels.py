@@ -39,6 +39,34 @@ def compiled(file: str, constants: tuple[tuple[str, int], ...] = ()) -> Any:
     return cupy().RawModule(code=(_FOLDER / file).read_text(encoding="utf-8"), options=options)
 
 
+_DYNAMIC_SHARED_BYTES: Final = 8
+"""The driver's number of a function's attribute: shared memory that a launch may ask for."""
+
+
+@functools.cache
+def compiled_for(architecture: str, file: str, kernel: str, shared_bytes: int, device: int = 0) -> Any:
+    """One kernel of a file that needs an architecture's own instructions ("sm_90a"), for launches on one GPU.
+
+    cupy's own modules are compiled for what all GPUs of a generation share. Raises DeviceError, with the compiler's
+    words, for a bad source.
+    """
+    nvrtc = cupy().cuda.nvrtc
+    program = nvrtc.createProgram((_FOLDER / file).read_text(encoding="utf-8"), file, [], [])
+    try:
+        nvrtc.compileProgram(program, (f"-arch={architecture}", "--std=c++17"))
+        binary = nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        raise DeviceError(f"{file} for {architecture}: {error}: {nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    with cupy().cuda.Device(device):
+        module = cupy().cuda.Module()
+        module.load(binary)
+        function = module.get_function(kernel)
+        cupy().cuda.driver.funcSetAttribute(function.ptr, _DYNAMIC_SHARED_BYTES, shared_bytes)
+    return function
+
+
 def most_shared_bytes(device: int = 0) -> int:
     """Shared memory that one block may have on this GPU, static and dynamic."""
     return int(cupy().cuda.runtime.getDeviceProperties(device)["sharedMemPerBlockOptin"])

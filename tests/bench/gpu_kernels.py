@@ -24,7 +24,7 @@ from torch import Tensor
 from kvmanager.clients.glm.codec import Fp8Codec
 from kvmanager.clients.glm.gpu.indexer import DEFAULT_INDEX_TILING, IndexTiling, index_scores
 from kvmanager.clients.glm.gpu.pages import DevicePages, device_pages, row_references
-from kvmanager.clients.glm.gpu.sparse_mla import DEFAULT_TILING, Scores, Tiling, attend_parts, merge_parts, splits_for
+from kvmanager.clients.glm.gpu.sparse_mla import Scores, Tiling, attend_parts, merge_parts, splits_for
 from kvmanager.clients.glm.gpu.topk import TopKWorkspace, top_k
 from kvmanager.geometry import TokenOrder
 from kvmanager.layout import GLM53, Component, KVLayout, Section, indexer_layout, layer_major_layout, native_layout
@@ -43,13 +43,10 @@ POOL_PAGES = 4_592
 LEADER, LAYER = 6, 8
 SCALE = 256**-0.5
 SEQUENTIAL, KEPT = TokenOrder(1, 64), TokenOrder(8, 1)
-TILINGS = (
-    Tiling(64, 8, 2), Tiling(64, 8, 3), Tiling(32, 8, 3), Tiling(32, 8, 4),
-    Tiling(32, 8, 2, Scores.COLUMNS), Tiling(32, 8, 3, Scores.COLUMNS),
+TILINGS: tuple[Tiling | None, ...] = (
+    None, Tiling(64, 8, 2), Tiling(64, 8, 3), Tiling(32, 8, 2, Scores.COLUMNS), Tiling(32, 8, 3, Scores.COLUMNS),
 )  # fmt: skip
-INDEX_TILINGS = (
-    IndexTiling(8), IndexTiling(32), IndexTiling(16, stages=3), IndexTiling(16, stages=6), IndexTiling(16, warps=8),
-)  # fmt: skip
+INDEX_TILINGS = (IndexTiling(tiles=16), IndexTiling(tiles=32), IndexTiling(stages=3), IndexTiling(warps=8))
 SHARDS = 8
 
 
@@ -139,7 +136,7 @@ def _selection(queries: int, tokens: int) -> Tensor:
 class Attention:
     """Buffers of one call."""
 
-    def __init__(self, pool: Pool, of_request: Tensor, splits: int, tiling: Tiling) -> None:
+    def __init__(self, pool: Pool, of_request: Tensor, splits: int, tiling: Tiling | None = None) -> None:
         queries = len(of_request)
         self._pool, self._of_request, self._tiling = pool, of_request, tiling
         random = torch.Generator("cuda").manual_seed(SEED)
@@ -194,12 +191,11 @@ def _attention_figures(clock: Clock, rooflines: Rooflines) -> Iterator[Figure]:
     floor = _attention_floor(rooflines, queries)
     for tiling in TILINGS:
         seconds = clock.seconds(Attention(native, _of_request(), splits, tiling).run)
-        mark = " (default)" if tiling == DEFAULT_TILING else ""
-        yield _roofline_figure(f"mla decode 8x4, {_name(tiling)}, {splits} parts{mark}", seconds, floor)
+        yield _roofline_figure(f"mla decode 8x4, {_name(tiling)}, {splits} parts", seconds, floor)
     for parts in (2, 8):
-        seconds = clock.seconds(Attention(native, _of_request(), parts, DEFAULT_TILING).run)
-        yield _roofline_figure(f"mla decode 8x4, {_name(DEFAULT_TILING)}, {parts} parts", seconds, floor)
-    one = Attention(native, _of_request(), splits, DEFAULT_TILING)
+        seconds = clock.seconds(Attention(native, _of_request(), parts).run)
+        yield _roofline_figure(f"mla decode 8x4, {_name(None)}, {parts} parts", seconds, floor)
+    one = Attention(native, _of_request(), splits)
     native_s = clock.seconds(one.run)
     refer_s = clock.seconds(one.refer)
     yield Figure("row references, 32 queries", refer_s * 1e6, "us", "attention over them", refer_s / native_s)
@@ -207,11 +203,11 @@ def _attention_figures(clock: Clock, rooflines: Rooflines) -> Iterator[Figure]:
     _say("attention: layer-major pages")
     del one, native
     major_s = clock.seconds(
-        Attention(Pool(layer_major_layout(GLM53, 64), SEQUENTIAL), _of_request(), splits, DEFAULT_TILING).run
+        Attention(Pool(layer_major_layout(GLM53, 64), SEQUENTIAL), _of_request(), splits).run
     )
     yield Figure("mla decode, share-group rows", native_s * 1e6, "us", "layer-major pages", native_s / major_s)
     _say("attention: kept order")
-    kept_s = clock.seconds(Attention(Pool(native_layout(GLM53, 64), KEPT), _of_request(), splits, DEFAULT_TILING).run)
+    kept_s = clock.seconds(Attention(Pool(native_layout(GLM53, 64), KEPT), _of_request(), splits).run)
     yield Figure("mla decode, kept token order (8, 1)", kept_s * 1e6, "us", "sequential order", kept_s / native_s)
 
 
@@ -220,11 +216,12 @@ def _prefill_figures(clock: Clock, rooflines: Rooflines, pool: Pool) -> Iterator
     floor = _attention_floor(rooflines, PREFILL_QUERIES)
     for tiling in TILINGS:
         seconds = clock.seconds(Attention(pool, of_request, 1, tiling).run)
-        mark = " (default)" if tiling == DEFAULT_TILING else ""
-        yield _roofline_figure(f"mla prefill 2,048, {_name(tiling)}{mark}", seconds, floor)
+        yield _roofline_figure(f"mla prefill 2,048, {_name(tiling)}", seconds, floor)
 
 
-def _name(tiling: Tiling) -> str:
+def _name(tiling: Tiling | None) -> str:
+    if tiling is None:
+        return "default kernel"
     return f"{tiling.rows} rows x {tiling.warps} warps x {tiling.stages}, {tiling.scores} scores"
 
 
@@ -291,7 +288,7 @@ def _indexer_figures(clock: Clock, rooflines: Rooflines) -> Iterator[Figure]:
         if tokens == CONTEXT:
             for tiling in INDEX_TILINGS:
                 seconds = clock.seconds(partial(work.score, tiling))
-                yield _roofline_figure(f"  of it scores, {tiling.pages}x{tiling.stages}x{tiling.warps}", seconds, floor)
+                yield _roofline_figure(f"  of it scores, {tiling}", seconds, floor)
             kept = Indexing(region, layout, KEPT, tokens, QUERIES, REQUESTS)
             kept_s = clock.seconds(kept.run)
             yield Figure("indexer + top-k, kept order (8, 1)", kept_s * 1e6, "us", "sequential", kept_s / run_s)

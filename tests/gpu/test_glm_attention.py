@@ -93,7 +93,7 @@ class Setting:
         return results
 
     def attend(
-        self, splits: int, hot: torch.Tensor | None = None, tiling: Tiling = DEFAULT_TILING
+        self, splits: int, hot: torch.Tensor | None = None, tiling: Tiling | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         parts, lses, out, lse = poisoned_outputs(len(self.q), splits)
         hot = self.region if hot is None else hot
@@ -136,11 +136,12 @@ def test_any_number_of_splits(splits: int) -> None:
     check_attention(*setting.attend(splits), setting.expected())
 
 
-@pytest.mark.parametrize("scores", Scores)
-def test_every_way_to_cut_the_work(scores: Scores) -> None:
+@pytest.mark.parametrize("tiling", [DEFAULT_TILING, *(Tiling(32, 8, 3, scores) for scores in Scores)])
+def test_every_way_to_cut_the_work(tiling: Tiling) -> None:
+    """The kernel for every GPU, also where this one has its own."""
     setting = Setting("native", ORDERS, LAYERS[-1])
     setting.refer()
-    check_attention(*setting.attend(2, tiling=Tiling(32, 8, 3, scores)), setting.expected())
+    check_attention(*setting.attend(2, tiling=tiling), setting.expected())
 
 
 def test_hot_rows_and_resident_rows_come_alike() -> None:
@@ -232,7 +233,9 @@ def test_shards_of_a_decode_rank_merge(tokens: int, interleave: int) -> None:
     check_attention(out, lse, expected)
 
 
-def test_a_single_row_comes_back_exactly() -> None:
+@pytest.mark.parametrize("out_type", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tiling", [None, DEFAULT_TILING])
+def test_a_single_row_comes_back_exactly(tiling: Tiling | None, out_type: torch.dtype) -> None:
     """Every e4m3 code, subnormal ones too, under scales from the least to very great: the weight is 1."""
     exponents = torch.arange(-13, 19)[:: 16 if INTERPRETED else 1]
     codes = torch.arange(512).remainder(256).to(torch.uint8)
@@ -249,8 +252,9 @@ def test_a_single_row_comes_back_exactly() -> None:
     counts = torch.ones(len(rows), dtype=torch.int32, device=DEVICE)
     q = torch.full((len(rows), 64, 576), 2.0**-30, dtype=torch.bfloat16, device=DEVICE)
     parts, lses, _, _ = poisoned_outputs(len(rows), 1)
-    attend_parts(q, references, counts, region, region, 0, SCALE, parts, lses)
-    wrong = parts[:, 0].cpu() != values[:, None]
+    parts = parts.to(out_type)
+    attend_parts(q, references, counts, region, region, 0, SCALE, parts, lses, tiling)
+    wrong = parts[:, 0].cpu().float() != values[:, None]
     assert not wrong.any(), (
         f"{int(wrong.sum())} wrong; codes {sorted(set(codes[wrong.any(0).any(0)].tolist()))}, first at row, head, dim "
         f"{wrong.nonzero()[0].tolist()}: {parts[:, 0].cpu()[wrong][:4]} instead of "

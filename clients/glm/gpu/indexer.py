@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,27 +19,45 @@ INDEX_HEADS: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class IndexTiling:
-    """How a launch is cut: pages and query tokens (a power of two) a block, pages in flight, warps."""
+    """How a launch is cut: query tokens (a power of two) a block, tiles of 64 keys in flight, warps, tiles a block.
 
-    pages: int = 16
+    Without a number, blocks get as many tiles as give every multiprocessor the same number of blocks.
+    """
+
     queries: int = 4
     stages: int = 4
     warps: int = 4
+    tiles: int | None = None
 
 
 DEFAULT_INDEX_TILING: Final = IndexTiling()
+_BLOCKS_AT_ONCE: Final = 3
+"""Blocks of the default tiling that one multiprocessor has registers for."""
+_MOST_TILES: Final = 64
+"""Beyond, blocks come in two rounds: one that starts late then costs less."""
 
 
 @triton.jit
+def _quotients(within, interleave, segments):
+    """`within` // interleave, and that // segments, without slow integer divisions.
+
+    `within` < 64 * segments < 2^21. The first is exact, as an interleave is a power of two. The second is off by less
+    than 64 * 3 * 2^-24, and half a run away from the next whole number: more than 2^-16.
+    """
+    run = (within.to(tl.float32) * tl.div_rn(1.0, interleave.to(tl.float32))).to(tl.int32)
+    return run, ((run.to(tl.float32) + 0.5) * tl.div_rn(1.0, segments.to(tl.float32))).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["tiles"])
 def _scores(
     q, weights, pages, spans, orders, page_counts, tokens, region, scores, table_stride, score_stride, page_stride,
-    value_offset, scale_offset, queries, PAGES: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
+    value_offset, scale_offset, queries, tiles, QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(1).to(tl.int64)
     first_query = tl.program_id(2) * QUERIES
-    first = tl.program_id(0) * PAGES
-    last = tl.minimum(first + PAGES, tl.load(page_counts + request))
+    first = tl.program_id(0) * tiles
     count = tl.load(tokens + request)
+    last = tl.minimum(first + tiles, tl.minimum(tl.load(page_counts + request), tl.cdiv(count, 64)))
     heads = tl.arange(0, QUERIES * 32)
     head_row = (request * queries + first_query) * 32 + heads
     there = first_query * 32 + heads < queries * 32
@@ -48,24 +67,27 @@ def _scores(
     weight = tl.load(weights + head_row, mask=there, other=0.0)
     slots = tl.arange(0, 64)
     asking = first_query + tl.arange(0, QUERIES)
-    row = (request * queries + asking) * score_stride
+    line = (request * queries + asking) * score_stride
+    table = request * table_stride
+    # By positions, not by pages: a page of a round-robin order would scatter its scores, a few bytes each.
     for ordinal in tl.range(first, last, num_stages=STAGES):
-        at = request * table_stride + ordinal
-        page = tl.load(pages + at).to(tl.int64)
-        span = tl.load(spans + at)
-        order = tl.load(orders + at)
+        span = tl.load(spans + table + ordinal)
+        order = tl.load(orders + table + ordinal)
         segments = order >> 16
         interleave = order & 0xFFFF
-        position = span * 64 + (slots // interleave) * (interleave * segments)
-        position += (ordinal - span) * interleave + slots % interleave
-        base = tl.multiple_of(page * page_stride, 16)
-        values = (region + (base + value_offset)).to(tl.pointer_type(tl.float8e4nv))
-        key = tl.load(values + slots[:, None] * 128 + dims[None, :])
-        scale = tl.load((region + (base + scale_offset)).to(tl.pointer_type(tl.float32)) + slots)
+        position = ordinal * 64 + slots
+        within = position - span * 64
+        run, turn = _quotients(within, interleave, segments)
+        slot = turn * interleave + within - run * interleave
+        page = tl.load(pages + table + span + (run - turn * segments), mask=position < count, other=0).to(tl.int64)
+        base = page * page_stride
+        row = tl.multiple_of(base + slot * 128 + value_offset, 16)
+        key = tl.load((region + row).to(tl.pointer_type(tl.float8e4nv))[:, None] + dims[None, :])
+        scale = tl.load((region + (base + slot * 4 + scale_offset)).to(tl.pointer_type(tl.float32)))
         products = tl.dot(key, tl.trans(asked))
         weighted = tl.maximum(products, 0.0) * weight[None, :]
         score = tl.sum(tl.reshape(weighted, (64, QUERIES, 32)), 2) * scale[:, None]
-        target = scores + row[None, :] + position[:, None]
+        target = scores + line[None, :] + position[:, None]
         tl.store(target, score, mask=(position[:, None] < count) & (asking[None, :] < queries))
 
 
@@ -101,10 +123,23 @@ def index_scores(
     assert values.page_stride == scales.page_stride
     assert (values.slot_stride, scales.slot_stride) == (128, 4)
     assert region.data_ptr() % 16 == values.page_stride % 16 == values.offset % 16 == 0
-    blocks = triton.cdiv(table.pages.shape[1], tiling.pages)
-    if requests * queries * blocks:
-        _scores[(blocks, requests, triton.cdiv(queries, tiling.queries))](
+    width, query_blocks = table.pages.shape[1], triton.cdiv(queries, tiling.queries)
+    if requests * queries * width:
+        tiles = tiling.tiles or _tiles_for(width, requests * query_blocks, _processors(region.device))
+        _scores[(triton.cdiv(width, tiles), requests, query_blocks)](
             q, weights, table.pages, table.spans, table.orders, page_counts, tokens, region, scores,
-            table.pages.stride(0), scores.stride(1), values.page_stride, values.offset, scales.offset, queries,
-            PAGES=tiling.pages, QUERIES=tiling.queries, STAGES=tiling.stages, num_warps=tiling.warps,
+            table.pages.stride(0), scores.stride(1), values.page_stride, values.offset, scales.offset, queries, tiles,
+            QUERIES=tiling.queries, STAGES=tiling.stages, num_warps=tiling.warps,
         )  # fmt: skip
+
+
+def _tiles_for(width: int, rows: int, processors: int) -> int:
+    """Tiles a block, so that `rows` rows of `width` tiles give the processors whole rounds of blocks, at most two."""
+    at_once = _BLOCKS_AT_ONCE * processors
+    rounds = 1 if width * rows <= at_once * _MOST_TILES else 2
+    return triton.cdiv(width, max(1, rounds * at_once // rows))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

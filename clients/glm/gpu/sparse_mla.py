@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvmanager.clients.glm.gpu.hopper_mla import attend as hopper_attend
+from kvmanager.clients.glm.gpu.hopper_mla import is_hopper
+
 HEADS: Final = 64
 LATENT: Final = 512
 ROPE: Final = 64
@@ -195,7 +198,7 @@ def attend_parts(
     scale: float,
     out: Tensor,
     lse: Tensor,
-    tiling: Tiling = DEFAULT_TILING,
+    tiling: Tiling | None = None,
 ) -> None:
     """Attention of T queries over their selected rows, each query's rows cut into S parts.
 
@@ -203,7 +206,8 @@ def attend_parts(
     `counts` int32[T] are looked at. `resident`, `hot`: tensors that begin at the bases. `row_offset`: bytes from a
     group row to the layer's own row (a multiple of 16). `out` float[T, S, 64, 512] and `lse` float32[T, S, 64]
     (natural logarithm) are written whole; a part without a row gets 0 and -inf. Nothing here waits for the GPU or
-    depends on values, so a launch can be captured in a graph.
+    depends on values, so a launch can be captured in a graph after a first call. Hopper GPUs have a kernel of their
+    own, which needs CuPy (DeviceError); elsewhere, and with a `tiling`, Triton's runs.
     """
     queries, splits = lse.shape[:2]
     assert q.shape == (queries, HEADS, LATENT + ROPE)
@@ -220,6 +224,10 @@ def attend_parts(
     assert resident.data_ptr() % 16 == hot_delta % 16 == 0
     if queries == 0:
         return
+    if tiling is None and is_hopper(q.device):
+        hopper_attend(q, references, counts, resident, hot_delta, row_offset, scale * _LOG2E, out, lse)
+        return
+    tiling = tiling or DEFAULT_TILING
     _attend[(queries, splits)](
         q, references, counts, resident.view(torch.uint8), out, lse, hot_delta, row_offset, references.stride(0),
         scale * _LOG2E, splits, TILE=tiling.rows, STAGES=tiling.stages, MATRIX=MATRIX_TYPE,

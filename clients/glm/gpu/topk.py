@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvmanager.clients.glm.gpu_kernels import compiled, launch
 
-_BINS: Final = 1 << 13
+_ROW_BINS: Final = (1 << 13) + 4
 _SEGMENT: Final = 2_048
 _MAX_SEGMENTS: Final = 2_048
 MAX_LENGTH: Final = _SEGMENT * _MAX_SEGMENTS
@@ -24,7 +24,7 @@ _MIN_CHUNK: Final = 4_096
 class TopKWorkspace:
     """Room for the intermediate results of calls of at most `rows` rows of `stride` scores (a multiple of 4).
 
-    `bytes_used` = rows * (32,768 + 4 * stride + 4 * segments). One call at a time may use it.
+    `bytes_used` = rows * (32,784 + 4 * stride + 4 * segments). One call at a time may use it.
     """
 
     def __init__(self, rows: int, stride: int, device: torch.device | str) -> None:
@@ -33,7 +33,7 @@ class TopKWorkspace:
         assert rows > 0
         self.rows, self.stride = rows, stride
         self.segments = -(-stride // _SEGMENT)
-        self.bins = torch.zeros((rows, _BINS), dtype=torch.int32, device=device)
+        self.bins = torch.zeros((rows, _ROW_BINS), dtype=torch.int32, device=device)
         self.kept = torch.empty((rows, stride), dtype=torch.int32, device=device)
         self.kept_counts = torch.empty((rows, self.segments), dtype=torch.int32, device=device)
 
