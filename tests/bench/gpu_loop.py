@@ -99,7 +99,7 @@ def figures() -> Iterator[Figure]:
 
 def _rate_alone(load: Load, what: str) -> float:
     load.begin(what)
-    time.sleep(0.7)
+    time.sleep(0.4)
     return load.end()
 
 

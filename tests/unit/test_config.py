@@ -11,6 +11,7 @@ import pytest
 from kvmanager.config import NodeConfig
 from kvmanager.errors import ConfigError
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
+from kvmanager.groups import core_limits
 from kvmanager.layout import GLM53_TINY
 from kvmanager.units import MIB
 
@@ -159,3 +160,10 @@ def test_file_errors_name_the_path(tmp_path: Path) -> None:
     broken.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="can't read"):
         NodeConfig.from_file(broken)
+
+
+@pytest.mark.parametrize(("cover", "one_in"), [("auto", 1), ("all", 1), ("off", 0), ("1/16", 16)])
+@pytest.mark.parametrize("device", ["cpu", "cuda:3"])
+def test_host_copies_have_checksums_as_configured_on_every_device(device: str, cover: str, one_in: int) -> None:
+    text = _swap('# device = "cpu"', f'device = "{device}" #').replace('# cover = "auto"', f'cover = "{cover}" #')
+    assert core_limits(NodeConfig.from_text(text)).checksums == one_in
