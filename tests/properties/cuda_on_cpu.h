@@ -23,6 +23,7 @@ using std::min;
 struct Dim { int x; };
 struct int2 { int x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(16) ulonglong2 { unsigned long long x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 static Dim blockIdx, threadIdx, blockDim, gridDim;
 alignas(128) unsigned char memory[1 << 18];  // a block's dynamic shared memory
@@ -132,6 +133,12 @@ static int __shfl_up_sync(unsigned, int value, int step) {
     return lane >= step ? static_cast<int>(values[lane - step]) : value;
 }
 static int __shfl_sync(unsigned, int value, int lane) { return static_cast<int>(cpu::in_warp(value)[lane]); }
+static unsigned long long __shfl_down_sync(unsigned, unsigned long long value, int step) {
+    int lane = threadIdx.x % 32, from = lane + step < 32 ? lane + step : lane;
+    unsigned long long low = cpu::in_warp(static_cast<unsigned>(value))[from];
+    unsigned long long high = cpu::in_warp(static_cast<unsigned>(value >> 32))[from];
+    return high << 32 | low;
+}
 static int __reduce_add_sync(unsigned, int value) {
     unsigned* values = cpu::in_warp(value);
     return static_cast<int>(std::accumulate(values, values + 32, 0u));
