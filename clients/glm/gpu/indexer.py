@@ -137,9 +137,11 @@ def _tiles_for(width: int, rows: int, processors: int) -> int:
     """Tiles a block, so that `rows` rows of `width` tiles give the processors whole rounds of blocks, at most two."""
     at_once = _BLOCKS_AT_ONCE * processors
     rounds = 1 if width * rows <= at_once * _MOST_TILES else 2
-    return triton.cdiv(width, max(1, rounds * at_once // rows))
+    return -(-width // max(1, rounds * at_once // rows))
 
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -2,8 +2,9 @@
 //
 // One warpgroup gathers tiles of 64 rows, dequantised to bfloat16 in shared memory. Two warpgroups attend: each sums up
 // its own 256 of the 512 output columns; the first one computes the weights, and leaves them to the second where the
-// tile's rope part was. (Scores read both factors from shared memory, and fill its bandwidth.) A tile is nine blocks of 64 rows x 64 values, 128 bytes a row, 16-byte chunks swapped by the row
-// (the matrix unit's 128-byte swizzle); block 8 is the rope part.
+// tile's rope part was. (Scores read both factors from shared memory, and fill its bandwidth.) A tile is nine blocks of
+// 64 rows x 64 values, 128 bytes a row, 16-byte chunks swapped by the row (the matrix unit's 128-byte swizzle); block 8
+// is the rope part.
 
 #define ROWS 64
 #define BLOCK_BYTES 8192
