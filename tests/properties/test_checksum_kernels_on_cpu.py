@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -39,7 +37,7 @@ def test_kernels_add_up_what_the_rule_says(kernels: CpuKernels, shift: int) -> N
         sections.append(memory[first : first + size])
         first += -(-size // 16) * 16
     described = np.array([[part.ctypes.data, len(part)] for part in sections], np.uint64)
-    tiles = [-(-(-(-len(part) // LINE)) // TILE_LINES) for part in sections]
+    tiles = [-(-len(part) // (TILE_LINES * LINE)) for part in sections]
     first_tile = np.array([0, *np.cumsum(tiles)], np.uint64)
     columns, sums = np.zeros((len(sections), LINE_WORDS), np.uint64), np.zeros((len(sections), 2), np.uint64)
     n = np.int32(len(sections))
