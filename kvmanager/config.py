@@ -21,6 +21,7 @@ from kvmanager.configvalues import Parser
 from kvmanager.core.eviction import POLICIES
 from kvmanager.core.spec import Inclusion
 from kvmanager.errors import ConfigError
+from kvmanager.eventsconfig import EVENTS, EventsSection, check_streams
 from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
 from kvmanager.groupchecks import check_group, check_keys_of_kind
 from kvmanager.hostregions import HostShare, shared_host_regions
@@ -232,6 +233,7 @@ class NodeConfig:
     health: HealthSection
     groups: tuple[GroupSection, ...]
     tenants: tuple[TenantSection, ...] = ()
+    events: tuple[EventsSection, ...] = ()
 
     @classmethod
     def from_file(cls, path: Path) -> NodeConfig:
@@ -252,12 +254,14 @@ class NodeConfig:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"not valid TOML: {error}") from error
-        known = (*_TABLES, "group", "tenant")
+        known = (*_TABLES, "group", "tenant", "events")
         for key in table:
             if key not in known:
                 raise ConfigError(f"unknown table or key {key!r} at the top level{parse.did_you_mean(key, known)}")
         sections = {name: _read(section, _table(table, name), f"[{name}]") for name, section in _TABLES.items()}
-        config = cls(**sections, groups=_groups(table.get("group")), tenants=_tenants(table.get("tenant", [])))
+        config = cls(**sections, groups=_groups(table.get("group")), tenants=_tenants(table.get("tenant", [])),
+                     events=_events(table.get("events", [])))
+        check_streams(config.events, [group.name for group in config.groups])
         _check_mover(config)
         return config
 
@@ -314,6 +318,7 @@ _TABLES: Final[Mapping[str, type[Any]]] = {
 }
 _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
     **OPERATIONS,
+    EventsSection: EVENTS,
     NodeSection: {
         "name": parse.text,
         "runtime_dir": parse.directory,
@@ -401,6 +406,12 @@ def _read(section: type[T], table: Mapping[str, object], where: str) -> T:
         if field.name not in values and not has_default:
             raise ConfigError(f"missing key {field.name!r} in {where}")
     return section(**values)
+
+
+def _events(tables: object) -> tuple[EventsSection, ...]:
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError("event streams are tables: write [[events]]")
+    return tuple(_read(EventsSection, table, f"[[events]] of {table.get('group')!r}") for table in tables)
 
 
 def _tenants(tables: object) -> tuple[TenantSection, ...]:

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,6 +45,7 @@ from kvmanager.core.events import (
     SubmitPlan,
 )
 from kvmanager.core.eviction import POLICIES
+from kvmanager.core.kvevents import SegmentsRemoved, SegmentsStored
 from kvmanager.core.node import Node
 from kvmanager.core.operatorevents import Forgot
 from kvmanager.core.state import PullJob
@@ -57,9 +57,11 @@ from kvmanager.exitcodes import EXIT_CONFIG, EXIT_FAILED, EXIT_INVARIANT, EXIT_R
 from kvmanager.faultin import FaultIn
 from kvmanager.fencing import Fence
 from kvmanager.groups import core_limits, plan_memory
+from kvmanager.grpcserver import grpc_server
 from kvmanager.handoff import Handoffs
 from kvmanager.journal import Fingerprints, JournalMismatch
 from kvmanager.keeperlink import KeeperLink
+from kvmanager.kvstreams import KvStreams
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership, Registration
 from kvmanager.movers import Mover
@@ -71,11 +73,8 @@ from kvmanager.sessions import SessionHub
 from kvmanager.takeover import ClientLives, Leftovers, NodeParts
 from kvmanager.units import MILLISECOND_NS, format_bytes
 from kvmanager.watch import Watch
-from kvmanager.wire import MESSAGE_MAX_BYTES
 from kvmanager.worker_service import WorkerService
 
-STREAM_THREADS = 64
-"""Concurrent calls; each open session holds one."""
 SUCCESSOR_S = 30.0
 """How long the installed daemon may take to say what it is, before it may replace this one."""
 DRAIN_POLL_S = 0.05
@@ -124,6 +123,7 @@ class Daemon:
             self._node.state.counters,
             lambda: self._state,
         )
+        self._streams = KvStreams(config, self._node, self._boot_id, self._fail)
         applied = self._watch.meter.applied
         self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail, self._journal, applied)
         self._membership = Membership(
@@ -226,23 +226,7 @@ class Daemon:
             self._check_successor,
             self._replace,
         )
-        server = grpc.server(
-            ThreadPoolExecutor(max_workers=STREAM_THREADS, thread_name_prefix="grpc"),
-            interceptors=[self._watch.calls],
-            # More are refused with RESOURCE_EXHAUSTED; without the limit they would wait for a thread, unanswered.
-            maximum_concurrent_rpcs=STREAM_THREADS,
-            options=[
-                ("grpc.max_receive_message_length", MESSAGE_MAX_BYTES),
-                ("grpc.max_send_message_length", MESSAGE_MAX_BYTES),
-                ("grpc.so_reuseport", 0),
-                # A client that does not answer pings is stopped or hung; one that is only idle answers them.
-                ("grpc.keepalive_time_ms", fence.ping_ms),
-                ("grpc.keepalive_timeout_ms", fence.silence_ms),
-                ("grpc.http2.ping_timeout_ms", fence.silence_ms),  # the one that counts in gRPC 1.84; 60 s by default
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.max_pings_without_data", 0),
-            ],
-        )
+        server = grpc_server(self._config.fence, self._watch.calls)
         pb_grpc.add_EngineServicer_to_server(engines, server)
         pb_grpc.add_WorkerServicer_to_server(self._workers, server)
         pb_grpc.add_PeerServicer_to_server(peers, server)
@@ -261,6 +245,7 @@ class Daemon:
         Returns early when `request_stop` came meanwhile. Raises ConfigError when the memory ran out, NotReady when
         the mover does not come up.
         """
+        self._streams.start()
         self._loop.start()
         self._watch.start(self._loop, self._mover)
         for token in self._dead:
@@ -322,6 +307,7 @@ class Daemon:
         self._lives.close()
         self._watch.close()
         self._loop.stop()
+        self._streams.close()
         self._journal.snapshot(self._node)
         self._handoffs.close()
         self._mover.close()
@@ -343,6 +329,7 @@ class Daemon:
         self._handoffs.close()
         self._mover.close()
         self._loop.stop()
+        self._streams.close()
         began = time.monotonic()
         self._regions.close()
         _log.info("closed %s of memory, %.1f s", format_bytes(self._fault_in.total_bytes), time.monotonic() - began)
@@ -383,6 +370,8 @@ class Daemon:
                 self._fence.apply((effect.engine, effect.epoch), trusted, effect.stalled)
             case Forgot():
                 pass  # the history's
+            case SegmentsStored() | SegmentsRemoved():
+                self._streams.tell(effect)
             case _:
                 raise AssertionError(f"unhandled effect {effect!r}")
 

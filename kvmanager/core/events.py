@@ -8,6 +8,7 @@ from enum import Enum, StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from kvmanager.core.kvevents import KvEvent
 from kvmanager.core.leaseevents import LeaseEvent
 from kvmanager.core.operatorevents import Forgot, OperatorAnswer, OperatorEvent
 from kvmanager.core.plans import CopyPlan
@@ -484,4 +485,4 @@ class AbandonTicket:
     ticket: TicketInfo
 
 
-Effect = Replied | Notified | SubmitPlan | CancelPlan | StartPull | AbandonTicket | FenceEngine | Forgot
+Effect = Replied | Notified | SubmitPlan | CancelPlan | StartPull | AbandonTicket | FenceEngine | Forgot | KvEvent

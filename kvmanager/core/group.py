@@ -58,6 +58,7 @@ class Chain:
         """Moves a present copy and its pages to a new state together."""
         assert self.table.copies[page_class, tier, row] != ABSENT
         self.table.copies[page_class, tier, row] = copy
+        self.table.touched.append(row)
         self.pool(page_class, tier).settle(
             self.spec.classes[page_class].name, self.table.page_list(page_class, tier, row), page
         )
@@ -71,6 +72,7 @@ class Chain:
         at = as_range(rows)
         assert self.table.copies[page_class, tier, at].all(), "an absent copy has no state"
         self.table.copies[page_class, tier, at] = copy
+        self.table.touched.append(rows)
         pages = self.table.page_lists(page_class, tier, rows)
         self.pool(page_class, tier).settle(self.spec.classes[page_class].name, pages, page)
 

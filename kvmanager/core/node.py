@@ -36,6 +36,7 @@ from kvmanager.core.events import (
 from kvmanager.core.eviction import Policy, leaf_first_lru
 from kvmanager.core.fences import moved, resolve_fences
 from kvmanager.core.group import Group
+from kvmanager.core.kvevents import Announcer, KvEvent
 from kvmanager.core.leaseevents import AcquirePrefix, EndLease, LeaseEvent, ReserveSpans
 from kvmanager.core.operatorevents import (
     Cordon,
@@ -74,6 +75,9 @@ class Node:
         """`first_plan_id`: above every id of earlier boots, since movers outlive a daemon. `policy`: who goes first."""
         self.state = State([Group(spec, policy) for spec in groups], limits)
         self.state.next_plan = first_plan_id
+
+    announcer: Announcer | None = None
+    """Who is told what can be fetched; not part of the state, and nothing in the state depends on it."""
 
     @classmethod
     def of(cls, state: State) -> Node:
@@ -114,7 +118,19 @@ class Node:
             pump_writeback(state, group)
         effects = state.effects
         state.effects = []
-        return effects if answer is None else [answer, *effects]
+        return [*self._news(), *([] if answer is None else [answer]), *effects]
+
+    def announce(self, groups: frozenset[str]) -> list[KvEvent]:
+        """What can be fetched in these groups now; from here on each event's effects begin with what changed of it."""
+        self.announcer = Announcer(groups)
+        return self.announcer.begin(self.state)
+
+    def _news(self) -> list[KvEvent]:
+        news = [] if self.announcer is None else self.announcer.changes(self.state)
+        for group in self.state.groups.values():
+            for chain in group.chains:
+                chain.table.touched.clear()
+        return news
 
     def _handle(self, event: Event) -> Replied | None:
         state = self.state

@@ -270,6 +270,7 @@ class PrefixIndex:
         assert table.valid[row] > 0
         assert parent == NO_SPAN or table.published[parent]
         table.published[row] = True
+        table.touched.append(row)
         table.parent[row] = parent
         if parent != NO_SPAN:
             table.children[parent] += 1
@@ -289,6 +290,7 @@ class PrefixIndex:
         assert parent == NO_SPAN or table.published[parent]
         assert self.canonical(int(rows[0]), parent) == NO_SPAN, "a span's prefix is known already"
         table.published[at] = True
+        table.touched.append(rows)
         table.parent[at] = np.concatenate(([parent], rows[:-1]))
         table.children[as_range(rows[:-1])] += 1
         used = table.last_used[at]
@@ -352,6 +354,7 @@ class PrefixIndex:
         np.subtract.at(table.children, parents[parents != NO_SPAN], np.int32(1))  # typed: many times faster
         assert not table.children[rows].any()
         table.published[rows] = False
+        table.touched.append(rows)
         table.parent[rows] = NO_SPAN
         for number, count in _counted(table.run[rows]):
             run = self.runs[number]

@@ -41,6 +41,7 @@ def _advance(state: State, request: Request, part: RequestChain) -> bool:
     if valid > table.valid[row]:
         table.keys[row] = bytes(request.keys[first * width : (first + valid) * width])
         table.valid[row] = valid
+        table.touched.append(row)
         _index(state.groups[request.group], part, row)
     return table.full(row)
 

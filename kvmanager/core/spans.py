@@ -58,6 +58,7 @@ class SpanTable:
     uids[row]: content id of each span page, uint64[rows, widest]; given once and never again
     keys[row]: its segment keys so far, concatenated
     run, place: where the index has it, kept by the index (int32)
+    touched: rows whose copies or place in the index changed in this event, perhaps several times; empty between events
     """
 
     def __init__(self, classes: int, widest: int) -> None:
@@ -87,6 +88,7 @@ class SpanTable:
         self.keys = SpanKeys()
         self.run = np.zeros(0, np.int32)
         self.place = np.zeros(0, np.int32)
+        self.touched: list[int | RowArray] = []
         self._unused = RowList()  # the last one is taken first
         self._grow(64)
 
@@ -204,6 +206,7 @@ class SpanTable:
         assert self.copies[page_class, tier, row] == ABSENT
         self.pages[page_class, tier, row, : len(pages)] = pages
         self.copies[page_class, tier, row] = state
+        self.touched.append(row)
 
     def drop(self, page_class: int, tier: int, row: int) -> PageArray:
         """Takes a copy away from the span; its pages are returned, to be freed by the caller."""
@@ -212,6 +215,7 @@ class SpanTable:
         self.pages[page_class, tier, row] = NO_PAGE
         self.copies[page_class, tier, row] = ABSENT
         self.redundant[row] = False
+        self.touched.append(row)
         return pages
 
     def page_lists(self, page_class: int, tier: int, rows: RowArray) -> PageArray:
@@ -233,6 +237,7 @@ class SpanTable:
             dealt[np.arange(self.widest) < widths[:, None]] = pages
             self.pages[page_class, tier, at] = dealt
         self.copies[page_class, tier, at] = state
+        self.touched.append(rows)
 
     def drop_many(self, page_class: int, tier: int, rows: RowArray) -> PageArray:
         """`drop` for distinct spans, whose pages are returned in order."""
@@ -244,6 +249,7 @@ class SpanTable:
         self.pages[page_class, tier, at] = NO_PAGE
         self.copies[page_class, tier, at] = ABSENT
         self.redundant[at] = False
+        self.touched.append(rows)
         return held
 
     def remove_many(self, rows: RowArray) -> None:

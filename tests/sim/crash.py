@@ -115,6 +115,7 @@ class Crashes:
         audit(node.state)
         _move_in(world.node, node)
         world.node = world.published.node = node
+        world.listener.restart(node)
 
     def _die(self, event: Event, how: str) -> None:
         """It dies over an event."""

@@ -35,6 +35,7 @@ from kvmanager.errors import KVError
 from kvmanager.transport.cpu import copy_piece
 from tests.sim import pulls, rot, tenancy
 from tests.sim.driver import nothing_held
+from tests.sim.listener import Listener
 from tests.sim.network import Entry, Network
 from tests.sim.published import PublishedBytes
 from tests.sim.worker import Claim, CopyOp, WrongKV
@@ -102,6 +103,7 @@ class World:
         self.held: tenancy.Held = {}
         self.mover = 1
         self.crashes: Crashes | None = None
+        self.listener = Listener(self.node)
         self.apply(MoverJoined(self.mover))
 
     @property
@@ -149,6 +151,7 @@ class World:
         if self.crashes is not None and self.crashes.after(event, effects):
             # Whoever sent it heard nothing, and says it again; that a mover is gone, the next daemon found out itself.
             return None if isinstance(event, MoverGone) else self.apply(event, 0)
+        self.listener.after(effects)
         for effect in effects:
             self._perform(effect)
         answers = [effect.answer for effect in effects if isinstance(effect, Replied)]

@@ -53,6 +53,8 @@ def test_same_events_same_effects(seed: int) -> None:
     simulation = Simulation(seed)
     simulation.run(200)
     nodes = [Node(world.specs, world.limits, policy=policy_of(seed)) for world in simulation.worlds]
+    for node in nodes:
+        node.announce(frozenset(node.state.groups))
     entries = [entry for entry in simulation.net.story if not isinstance(entry, str)]
     assert len(entries) >= 200
     with np.printoptions(threshold=100_000):

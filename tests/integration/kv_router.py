@@ -1,0 +1,100 @@
+"""A router's side of vLLM's KV events, written from their description alone: an index by medium, and how it is kept.
+
+Frames: topic, 8 bytes of sequence number (big-endian), msgpack `[time, events, rank]`. A gap is filled from the replay
+socket: `["", 8 bytes]` in, `["", sequence, batch]` each out, until a sequence of -1.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgpack
+import zmq
+
+PATIENCE_S = 20.0
+
+
+class Router:
+    """Hears one stream. `blocks`: medium -> hashes. `parents`: hash -> hash before it, None at the root."""
+
+    def __init__(self, endpoint: str, replay_endpoint: str, topic: str) -> None:
+        self._context = zmq.Context()
+        self._live = self._context.socket(zmq.SUB)
+        self._live.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._live.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self._live.connect(endpoint)
+        self._replay_endpoint = replay_endpoint
+        self.blocks: dict[str, set[Any]] = {}
+        self.parents: dict[Any, Any] = {}
+        self.sizes: set[int] = set()
+        self.last = -1
+        self.gaps = self.cleared = self.lost = 0
+        self.catch_up()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def hear(self, wait_ms: int = 50, lose: int = 0) -> int:
+        """Takes what has come, until nothing comes for so long; the first `lose` messages are dropped."""
+        heard = 0
+        while self._live.poll(wait_ms):
+            _, sequence, batch = self._live.recv_multipart()
+            if lose:
+                lose -= 1
+                self.lost += 1
+                continue
+            number = int.from_bytes(sequence, "big")
+            if number > self.last + 1:
+                self.gaps += 1
+                self.catch_up()
+            self._take(number, batch)
+            heard += 1
+        return heard
+
+    def catch_up(self) -> None:
+        """Asks for what was missed."""
+        asking = self._context.socket(zmq.DEALER)
+        asking.connect(self._replay_endpoint)
+        asking.send_multipart([b"", (self.last + 1).to_bytes(8, "big")])
+        give_up = time.monotonic() + PATIENCE_S
+        while asking.poll(int(1000 * max(give_up - time.monotonic(), 0))):
+            _, sequence, batch = asking.recv_multipart()
+            if int.from_bytes(sequence, "big", signed=True) == -1:
+                break
+            self._take(int.from_bytes(sequence, "big"), batch)
+        else:
+            raise AssertionError("the replay did not end")
+        asking.close(linger=0)
+
+    def _take(self, number: int, batch: bytes) -> None:
+        if number <= self.last:
+            return  # at least once
+        _, events, _ = msgpack.unpackb(batch, raw=False)
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                self.cleared += 1
+                self.blocks.clear()
+                self.parents.clear()
+            elif event["type"] == "BlockRemoved":
+                for block in event["block_hashes"]:
+                    self.blocks[event["medium"]].remove(block)
+            else:
+                assert event["type"] == "BlockStored"
+                self.sizes.add(event["block_size"])
+                parent = event["parent_block_hash"]
+                assert parent is None or any(parent in blocks for blocks in self.blocks.values())
+                known = self.blocks.setdefault(event["medium"], set())
+                for block in event["block_hashes"]:
+                    assert block not in known
+                    known.add(block)
+                    self.parents[block] = parent
+                    parent = block
+        self.last = number
+
+    def path(self, block: Any) -> list[Any]:
+        """From a block to the root."""
+        blocks = [block]
+        while (parent := self.parents[blocks[-1]]) is not None:
+            blocks.append(parent)
+        return blocks

@@ -1,0 +1,180 @@
+"""KV events of real nodes: a router knows what is where, through loss, slowness and a daemon's death."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kv_router import Router
+from nodes_support import (
+    GROUP,
+    ROWS,
+    SPAN,
+    Node,
+    keys_of,
+    kill_and_wait,
+    node,
+    prefill_engine,
+    prefill_toml,
+    rotate,
+    run_request,
+    tokens_of,
+    wait_for,
+)
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvmanager.demo.nodes import NAMESPACE
+
+TOPIC = "kv-test"
+
+
+def stream_toml(directory: Path, model: str = NAMESPACE.model, more: str = "") -> str:
+    return f"""
+[metrics]
+listen = "127.0.0.1:0"
+[[events]]
+group = "{GROUP}"
+model = "{model}"
+weights_revision = "{NAMESPACE.weights_revision}"
+endpoint = "ipc://{directory}/live"
+replay_endpoint = "ipc://{directory}/replay"
+topic = "{TOPIC}"
+{more}
+"""
+
+
+class Streamed:
+    """A node with a stream, and the routers that hear it."""
+
+    def __init__(self, running: Node, directory: Path) -> None:
+        self.node, self.directory = running, directory
+        self.routers: list[Router] = []
+
+    def router(self) -> Router:
+        made = Router(f"ipc://{self.directory}/live", f"ipc://{self.directory}/replay", TOPIC)
+        self.routers.append(made)
+        return made
+
+    def cached_tokens(self) -> dict[str, float]:
+        port = re.findall(r"metrics and probes on 127\.0\.0\.1:(\d+)", self.node.log())[-1]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        family = next(f for f in text_string_to_metric_families(text) if f.name == "kvmanager_cached_tokens")
+        return {sample.labels["tier"]: sample.value for sample in family.samples}
+
+    def truth_differs(self, router: Router) -> str:
+        """What the node holds against what the router knows, tier by tier; empty when they agree."""
+        router.hear()
+        gpu, cpu = router.blocks.get("GPU", set()), router.blocks.get("CPU", set())
+        leaves = self.node.admin.prefixes(limit=1000)
+        if leaves.tokens != ROWS * len(gpu | cpu):
+            return f"{leaves.tokens} tokens cached, {len(gpu | cpu)} blocks known"
+        for leaf in leaves.prefixes:
+            path = router.path(bytes.fromhex(leaf.key))
+            for tokens, known in ((leaf.device_tokens, gpu), (leaf.host_tokens, cpu)):
+                if tokens != ROWS * sum(block in known for block in path):
+                    return f"{leaf} but {[(block in gpu, block in cpu) for block in path]}"
+        if self.cached_tokens() != {"device": ROWS * len(gpu), "host": ROWS * len(cpu)}:
+            return f"{self.cached_tokens()} but {len(gpu)} and {len(cpu)} blocks"
+        return ""
+
+    def must_agree(self, router: Router) -> None:
+        self.node.wait_at_rest()
+        wait_for(lambda: not self.truth_differs(router), lambda: self.truth_differs(router))
+
+
+@pytest.fixture
+def streamed(tmp_path: Path) -> Iterator[Streamed]:
+    with node(tmp_path, "router", prefill_toml, more=stream_toml(tmp_path)) as running:
+        made = Streamed(running, tmp_path)
+        yield made
+        for router in made.routers:
+            router.close()
+
+
+def test_a_router_knows_what_is_where_through_loss_and_restart(streamed: Streamed) -> None:
+    router = streamed.router()
+    assert router.cleared == 1, "the stream begins with everything: nothing"
+    wait_for(lambda: router.hear() == 0)
+    rotate(streamed.node, [1, 2, 3, 4])
+    streamed.must_agree(router)
+    assert router.sizes == {ROWS}
+    assert router.blocks["GPU"]
+    assert router.blocks["CPU"]
+    # A prompt that goes on from a known one, and one that leaves it.
+    engine = prefill_engine(streamed.node.runtime_dir)
+    run_request(engine, 100, tokens_of(4, 6 * SPAN), 4)
+    engine.close()
+    streamed.must_agree(router)
+    first = keys_of(tokens_of(4, 6 * SPAN))
+    assert first[-16:] in router.blocks["GPU"] | router.blocks["CPU"]
+
+    # Lost messages leave a gap, which the replay fills.
+    rotate(streamed.node, [5, 6, 7])
+    router.hear(lose=3)
+    rotate(streamed.node, [8])
+    streamed.must_agree(router)
+    assert router.lost == 3
+    assert router.gaps >= 1
+    assert router.cleared == 1
+    # One that comes late gets all of it.
+    late = streamed.router()
+    streamed.must_agree(late)
+    assert late.blocks == router.blocks
+
+    # The daemon dies; the next one goes on with the cache, and tells it anew under higher numbers.
+    before, known = router.last, {medium: set(blocks) for medium, blocks in router.blocks.items()}
+    kill_and_wait(streamed.node.pid_of("daemon"))
+    streamed.node.reopen()
+    for each in (router, late):
+        wait_for(lambda each=each: each.hear() > 0 or each.last > before or _asked(each))  # type: ignore[misc]
+        streamed.must_agree(each)
+        assert each.cleared == 2
+        assert each.last > before
+    assert router.blocks == known, "nothing that was cached is lost, nothing else is told"
+    rotate(streamed.node, [9, 10])
+    streamed.must_agree(router)
+
+    # Forgotten means removed, in every tier.
+    assert streamed.node.admin.reset(GROUP).forgotten_spans
+    streamed.must_agree(router)
+    assert not any(router.blocks.values())
+
+
+def _asked(router: Router) -> bool:
+    """A router that hears nothing for a while asks."""
+    router.catch_up()
+    return False
+
+
+def test_what_is_no_longer_kept_is_told_anew(tmp_path: Path) -> None:
+    """A buffer of two batches: a slow router has missed more than that, and still knows the truth in the end."""
+    with node(tmp_path, "short", prefill_toml, more=stream_toml(tmp_path, more="buffer_batches = 2")) as running:
+        streamed = Streamed(running, tmp_path)
+        router = streamed.router()
+        try:
+            rotate(running, [1, 2, 3])
+            router.hear(lose=1_000_000)
+            assert router.lost > 2
+            time.sleep(1.1)  # RESTATE_S
+            rotate(running, [4])
+            streamed.must_agree(router)
+            assert router.cleared == 2
+        finally:
+            router.close()
+
+
+def test_a_stream_of_another_model_hears_nothing(tmp_path: Path) -> None:
+    with node(tmp_path, "other", prefill_toml, more=stream_toml(tmp_path, model="another")) as running:
+        router = Streamed(running, tmp_path).router()
+        try:
+            rotate(running, [1])
+            router.hear(300)
+            assert router.cleared == 1
+            assert not any(router.blocks.values())
+        finally:
+            router.close()
