@@ -12,7 +12,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvmanager.clients.glm.attention import Attention, GatheredRows, Indexer, LayerRows, SparseAttention
+from kvmanager.clients.glm.attention import (
+    Attention,
+    GatheredRows,
+    Indexer,
+    LayerRows,
+    ShortPrompts,
+    SparseAttention,
+)
 from kvmanager.clients.glm.codec import Codec
 from kvmanager.clients.glm.config import GlmConfig
 from kvmanager.clients.glm.ffn import Mlp, Moe
@@ -41,7 +48,14 @@ class _Mtp:
 class Glm:
     """The model. `hidden` [T, h] is the residual stream unless said otherwise; positions are int64[T]."""
 
-    def __init__(self, config: GlmConfig, weights: Weights, dtype: torch.dtype, codec: Codec) -> None:
+    def __init__(
+        self,
+        config: GlmConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        codec: Codec,
+        short_prompts: ShortPrompts = ShortPrompts.MQA,
+    ) -> None:
         self.config = config
         self.codec = codec
         reader = _Reader(config, weights, dtype)
@@ -50,7 +64,7 @@ class Glm:
         self._head = reader.read("lm_head.weight")
         self._layers = [reader.layer(layer) for layer in range(config.layers + 1)]
         self._mtp = reader.mtp()
-        self._attention = SparseAttention(config, dtype, codec)
+        self._attention = SparseAttention(config, dtype, codec, short_prompts)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64[T] -> hidden [T, h]."""
@@ -110,7 +124,7 @@ class Glm:
             for layer in group:
                 self.write_rows(layer, positions, self.layer_rows(layer, hidden, positions), store)
                 if selection is None:
-                    selection = self._select_and_prepare(layer, hidden, positions, store)
+                    selection = self.choose(layer, hidden, positions, store)
                 hidden = self.attend(layer, hidden, positions, self.gather(layer, selection, store))
                 hidden = self.ffn(layer, hidden)
         return self.final_norm(hidden)
@@ -152,14 +166,15 @@ class Glm:
             hidden = self.mtp_input(torch.tensor([token]), state, positions)
             if rows is None:
                 self.write_rows(layer, positions, self.layer_rows(layer, hidden, positions), store)
-                rows = self.gather(layer, self._select_and_prepare(layer, hidden, positions, store), store)
+                rows = self.gather(layer, self.choose(layer, hidden, positions, store), store)
             hidden = self.ffn(layer, self.attend(layer, hidden, positions, rows))
             state = rms_norm(hidden, self._mtp.head_norm, self.config.rms_eps)
             (token,) = self.greedy(state)
             drafts.append(token)
         return drafts
 
-    def _select_and_prepare(self, leader: int, hidden: Tensor, positions: Tensor, store: KVStore) -> Tensor:
+    def choose(self, leader: int, hidden: Tensor, positions: Tensor, store: KVStore) -> Tensor:
+        """The selection of a share group in this step; tells the store of it."""
         keys = self.index_keys(leader, int(positions.max()) + 1, store)
         selection = self.select(leader, hidden, positions, keys)
         store.prepare(leader, selection)

@@ -27,9 +27,7 @@ _log = logging.getLogger("kvmanager.vllm")
 class Copying:
     """One rank. `follow`, `save` and the questions are for the engine's thread."""
 
-    def __init__(
-        self, blocks: EngineBlocks, rank: int, connect: Callable[[int], WorkerRank]
-    ) -> None:
+    def __init__(self, blocks: EngineBlocks, rank: int, connect: Callable[[int], WorkerRank]) -> None:
         """`connect(epoch)` attaches this rank; it may raise KVError, and is tried again."""
         self._blocks = blocks
         self._rank = rank
