@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from kvmanager import configvalues as parse
 from kvmanager.configvalues import Parser
 from kvmanager.core.eviction import POLICIES
-from kvmanager.core.spec import Inclusion
+from kvmanager.core.spec import Inclusion, Residency
 from kvmanager.errors import ConfigError
 from kvmanager.eventsconfig import EVENTS, EventsSection, check_streams
 from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
@@ -135,9 +135,11 @@ class GroupSection:
     """`[[group]]`: one memory group.
 
     Shards of a DCP engine, equal copies on all its ranks, a HiSparse decode rank, or a cache in host memory for engines
-    with device memory of their own. token_order to hot_rows hold only for kind "hisparse" (0 in the others). Groups of
-    one `host_region` share what their `host_bytes_per_rank` sum up to; host_floor, host_ceiling: shares of that (see
-    `kvmanager.hostregions`).
+    with device memory of their own. token_order to offload_bytes_per_rank hold only for kind "hisparse" (empty in the
+    others). residency: where latents of running requests lie, see `core.spec.Residency`. host_split: "soft", latents
+    and indexers share the host's slabs; "strict", indexers have `offload_bytes_per_rank` of it and latents the rest.
+    Groups of one `host_region` share what their `host_bytes_per_rank` sum up to; host_floor, host_ceiling: shares of
+    that (see `kvmanager.hostregions`).
     """
 
     name: str
@@ -156,6 +158,9 @@ class GroupSection:
     host_floor: float = 0.0
     host_ceiling: float = 1.0
     host_extent_bytes: int = 0
+    residency: str = Residency.HYBRID
+    host_split: str = "soft"
+    offload_bytes_per_rank: int = 0
 
     @property
     def kv_format(self) -> KVFormat:
@@ -194,6 +199,11 @@ class GroupSection:
         """What it says of a host region that it shares."""
         limits = self.host_floor, self.host_ceiling, self.host_extent_bytes
         return HostShare(self.name, self.ranks, self.unit_bytes, self.host_bytes_per_rank, self.host_region, *limits)
+
+    @property
+    def offload_units(self) -> int:
+        """Those of the host's slabs that indexer pages have for themselves (a strict split)."""
+        return self.offload_bytes_per_rank // self.unit_bytes
 
     @property
     def hot_slabs(self) -> int:
@@ -379,6 +389,9 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "host_floor": parse.share,
         "host_ceiling": parse.share,
         "host_extent_bytes": parse.size,
+        "residency": parse.choice(*Residency),
+        "host_split": parse.choice("soft", "strict"),
+        "offload_bytes_per_rank": parse.size,
     },
 }
 

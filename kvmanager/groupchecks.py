@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvmanager.config import GroupSection
 
 _HISPARSE_KEYS: Final = ("token_order", "source_ranks", "source_interleave", "hot_rows")
+_SPLIT_KEYS: Final = ("residency", "host_split", "offload_bytes_per_rank")
 
 
 def check_keys_of_kind(group: GroupSection, table: Mapping[str, object], where: str) -> None:
@@ -20,14 +21,27 @@ def check_keys_of_kind(group: GroupSection, table: Mapping[str, object], where: 
             raise ConfigError(f"missing key {key!r} in {where}: a hisparse group needs it")
         if group.kind != "hisparse" and key in table:
             raise ConfigError(f"{where} {key}: only a group of kind \"hisparse\" has it; remove it")
-
-
+    _check_split(group, table, where)
     if group.kind == "cache" and group.host_region:
         raise ConfigError(f"{where} host_region: engines read a cache group's pages in place; it shares none")
     if group.kind == "cache" and "hbm_bytes_per_rank" in table:
         raise ConfigError(f"{where} hbm_bytes_per_rank: a cache group has no device memory; remove it")
     if group.kind != "cache" and "hbm_bytes_per_rank" not in table:
         raise ConfigError(f"missing key 'hbm_bytes_per_rank' in {where}")
+
+
+def _check_split(group: GroupSection, table: Mapping[str, object], where: str) -> None:
+    """How a decode rank uses its host memory."""
+    for key in _SPLIT_KEYS:
+        if group.kind != "hisparse" and key in table:
+            raise ConfigError(f"{where} {key}: only a group of kind \"hisparse\" has it; remove it")
+    if (group.host_split == "strict") != ("offload_bytes_per_rank" in table):
+        raise ConfigError(
+            f'{where} offload_bytes_per_rank: indexer pages have host memory of their own where host_split = "strict", '
+            "and only there"
+        )
+    if group.host_split == "strict" and group.host_region:
+        raise ConfigError(f'{where} host_split: "strict" splits the group\'s own host memory; it shares no host_region')
 
 
 def check_group(group: GroupSection, where: str) -> None:
@@ -62,6 +76,11 @@ def check_group(group: GroupSection, where: str) -> None:
     what = f"a span ({span_slabs} slabs) and a hot buffer ({group.hot_slabs} slabs)"
     _check_holds(group.hbm_bytes_per_rank, device_least, f"{where} hbm_bytes_per_rank", what)
     _check_holds(group.host_bytes_per_rank, span_slabs * group.unit_bytes, f"{where} host_bytes_per_rank", "a span")
+    if group.host_split == "strict":
+        indexers = (span_slabs - span_pages) * group.unit_bytes
+        _check_holds(group.offload_bytes_per_rank, indexers, f"{where} offload_bytes_per_rank", "a span's indexers")
+        left = group.host_bytes_per_rank - group.offload_bytes_per_rank
+        _check_holds(left, span_pages * group.unit_bytes, f"{where} host_bytes_per_rank", "a span beside the indexers")
 
 
 def _check_divides(interleave: int, page_rows: int, what: str) -> None:

@@ -13,6 +13,7 @@ from kvmanager.core.spec import (
     PageClass,
     Placement,
     PoolSpec,
+    Residency,
     SparseSpec,
     TenantSpec,
 )
@@ -60,18 +61,20 @@ def plan_memory(config: NodeConfig) -> NodeMemory:
             group = _BUILDERS[section.kind](section, device, made[region.name])
             groups.append(in_extents(group, region, section.host_share))
             continue
-        host = _regions(regions, section, RegionKind.HOST, section.host_units, config.node.device)
+        own = section.host_units - section.offload_units
+        host = _regions(regions, section, RegionKind.HOST, own, config.node.device)
+        host += _regions(regions, section, RegionKind.HOST, section.offload_units, config.node.device, "offload")
         groups.append(_BUILDERS[section.kind](section, device, host))
     return NodeMemory(tuple(regions), tuple(groups))
 
 
 def _regions(
-    regions: list[RegionInfo], section: GroupSection, kind: RegionKind, units: int, device: str
+    regions: list[RegionInfo], section: GroupSection, kind: RegionKind, units: int, device: str, of: str = ""
 ) -> tuple[int, ...]:
-    """One region a rank, appended to `regions`; its size is whole units."""
+    """One region a rank, appended to `regions`; its size is whole units. `of`: last part of its pool's name."""
     if units == 0:
         return ()
-    pool = pool_name(section.name, kind)
+    pool = f"{section.name}/{of}" if of else pool_name(section.name, kind)
     first = len(regions) + 1
     for rank in range(section.ranks):
         size = units * section.unit_bytes
@@ -92,6 +95,11 @@ def _add_host_region(regions: list[RegionInfo], shared: HostRegion, device: str)
             )
         )
     return tuple(range(first, first + shared.ranks))
+
+
+def offload_pool_name(group: str) -> str:
+    """`<group>/offload`: the host pool of indexer pages where the host is split strictly."""
+    return f"{group}/offload"
 
 
 def pool_name(group: str, kind: RegionKind) -> str:
@@ -129,21 +137,31 @@ def _replicated(section: GroupSection, device: tuple[int, ...], host: tuple[int,
 
 
 def _hisparse(section: GroupSection, device: tuple[int, ...], host: tuple[int, ...]) -> GroupSpec:
-    """A decode rank: latent pages, indexer pages and hot rows share the HBM slabs; latents reach the host."""
+    """A decode rank: latent pages, indexer pages and hot rows share the HBM slabs, and latents and indexers the host's.
+
+    With a strict split the host has a region and a pool for each of the two. Where it shares its host region with other
+    groups, that is for latents alone, and indexer pages stay in HBM.
+    """
     hbm, mirror = (pool_name(section.name, kind) for kind in (RegionKind.DEVICE, RegionKind.HOST))
+    offload = offload_pool_name(section.name) if section.host_split == "strict" else mirror
     latents = latent_layout(section.kv_format, section.page_rows)
     indexers = indexer_layout(section.kv_format, section.page_rows)
-    classes = (PageClass("latent", latents, hbm, device, mirror, host), PageClass("indexer", indexers, hbm, device))
-    chain = ChainSpec("main", Placement.SHARDED, 1, section.page_rows, SEQUENTIAL, section.arrival_order, classes)
-    per_slab = section.unit_bytes // indexers.page_bytes
-    pools = (
-        PoolSpec(
-            hbm, "device", 1, section.hbm_units, section.unit_bytes, (("latent", 1), ("indexer", per_slab), ("hot", 1))
-        ),
-        PoolSpec(mirror, "host", 1, section.host_units, section.unit_bytes, (("latent", 1),)),
+    classes = (
+        PageClass("latent", latents, hbm, device, mirror, host[:1]),
+        PageClass("indexer", indexers, hbm, device, *(("", ()) if section.host_region else (offload, host[-1:]))),
     )
-    sparse = SparseSpec("latent", "hot", section.hot_slabs)
-    return GroupSpec(section.name, 1, section.page_rows, section.kv_format, (chain,), pools, sparse)
+    chain = ChainSpec("main", Placement.SHARDED, 1, section.page_rows, SEQUENTIAL, section.arrival_order, classes)
+    latent, indexer = ("latent", 1), ("indexer", section.unit_bytes // indexers.page_bytes)
+    unit = section.unit_bytes
+    pools = [PoolSpec(hbm, "device", 1, section.hbm_units, unit, (latent, indexer, ("hot", 1)))]
+    if section.host_split == "strict":
+        pools.append(PoolSpec(mirror, "host", 1, section.host_units - section.offload_units, unit, (latent,)))
+        pools.append(PoolSpec(offload, "host", 1, section.offload_units, unit, (indexer,)))
+    else:
+        shared = (latent,) if section.host_region else (latent, indexer)
+        pools.append(PoolSpec(mirror, "host", 1, section.host_units, unit, shared))
+    sparse = SparseSpec("latent", "hot", section.hot_slabs, residency=Residency(section.residency))
+    return GroupSpec(section.name, 1, section.page_rows, section.kv_format, (chain,), tuple(pools), sparse)
 
 
 def _cache(section: GroupSection, device: tuple[int, ...], host: tuple[int, ...]) -> GroupSpec:

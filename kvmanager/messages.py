@@ -39,7 +39,7 @@ _STATES = {
     "refused": pb.OpenReply.REFUSED,
 }
 KEY_HASHES = ("sha256", "sha256_cbor", "vllm_sha256")
-_CLOSINGS = {pb.FINISHED: Closing.FINISHED, pb.ABORTED: Closing.ABORTED}
+_CLOSINGS = {pb.FINISHED: Closing.FINISHED, pb.ABORTED: Closing.ABORTED, pb.RETRACTED: Closing.RETRACTED}
 
 
 # ------------------------------------------------------------------------------------- requests
@@ -156,7 +156,7 @@ def _open(entry: pb.OpenRequest) -> Open:
 def _close(entry: pb.CloseRequest) -> Close:
     closing = _CLOSINGS.get(entry.reason)
     if closing is None:
-        raise InvalidArgument(f"close of request {entry.request_id}: reason must be FINISHED or ABORTED")
+        raise InvalidArgument(f"close of request {entry.request_id}: reason must be FINISHED, ABORTED or RETRACTED")
     return Close(entry.request_id, closing, entry.stop_reason, bool(entry.session_ends))
 
 
@@ -196,6 +196,7 @@ def open_reply(opened: Opened) -> pb.OpenReply:
         cached_tokens=opened.cached_tokens,
         spans=[span_run(table) for table in opened.spans],
         worker_plans=[plan_to_proto(plan) for plan in opened.worker_plans],
+        whole_lacks_slabs=opened.whole_lacks_slabs,
     )
     if opened.hot is not None:
         reply.hot.add(request_id=opened.request_id, pages=pages_to_wire(opened.hot))

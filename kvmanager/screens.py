@@ -260,4 +260,5 @@ def _fit_line(fit: Fit) -> Text:
     if fit.refusal is not None:
         return Text(f"{fit.group}: a request of {fit.tokens:,} tokens does not fit: {fit.refusal}")
     held = [f"{pages:,} of {pool} ({format_bytes(size)} a rank)" for pool, (pages, size) in fit.held.items()]
-    return Text(f"{fit.group}: a request of {fit.tokens:,} tokens takes {', '.join(held)}")
+    lacks = f"; the host lacks {fit.whole_lacks_slabs:,} slabs to retract it whole" if fit.whole_lacks_slabs else ""
+    return Text(f"{fit.group}: a request of {fit.tokens:,} tokens takes {', '.join(held)}{lacks}")

@@ -22,9 +22,9 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.extents import PoolExtents
 from kvmanager.core.node import Node
-from kvmanager.core.spec import GroupSpec, Limits
+from kvmanager.core.spec import GroupSpec, Limits, PoolSpec
 from kvmanager.errors import CapacityError
-from kvmanager.groups import core_limits, plan_memory
+from kvmanager.groups import core_limits, offload_pool_name, plan_memory
 from kvmanager.units import MIB
 
 CUDA_CONTEXT_BYTES: Final = 518 * MIB
@@ -72,12 +72,14 @@ class Fit:
     """One request of `tokens` tokens on an empty group.
 
     held: pool -> (pages or slabs taken and promised a rank, bytes of them a rank); empty when `refusal` says why not.
+    whole_lacks_slabs: of a decode rank, what the host lacks for it to be retracted as a whole.
     """
 
     group: str
     tokens: int
     held: dict[str, tuple[int, int]]
     refusal: CapacityError | None
+    whole_lacks_slabs: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Sizing:
 
 def _plain_fit(fit: Fit) -> dict[str, Any]:
     plain: dict[str, Any] = {"group": fit.group, "tokens": fit.tokens, "fits": fit.refusal is None}
+    plain["whole_lacks_slabs"] = fit.whole_lacks_slabs
     plain["held"] = {pool: {"pages": pages, "bytes_per_rank": size} for pool, (pages, size) in fit.held.items()}
     if fit.refusal is not None:
         error = fit.refusal
@@ -118,10 +121,11 @@ def size_of(config: NodeConfig, tokens: int) -> Sizing:
 def _pools(section: GroupSection, spec: GroupSpec) -> list[PoolSize]:
     lines = []
     for pool in spec.pools:
-        given = section.hbm_bytes_per_rank if pool.tier == "device" else section.host_bytes_per_rank
+        given = _given(section, pool)
         pages = pool.slabs if pool.extents is None else PoolExtents.of(pool).most_slabs(pool.extents.ceiling)
         unused = given * (section.ranks // pool.ranks) - pages * pool.slab_bytes if pool.extents is None else 0
-        tokens = pages * (pool.ranks if section.kind == "sharded" else 1) * section.page_rows
+        fewest = min(count for _, count in pool.per_slab)
+        tokens = pages * fewest * (pool.ranks if section.kind == "sharded" else 1) * section.page_rows
         lines.append(
             PoolSize(
                 pool.name,
@@ -135,6 +139,16 @@ def _pools(section: GroupSection, spec: GroupSpec) -> list[PoolSize]:
             )
         )
     return lines
+
+
+def _given(section: GroupSection, pool: PoolSpec) -> int:
+    """Bytes a rank that the configuration gives a pool."""
+    if pool.tier == "device":
+        return section.hbm_bytes_per_rank
+    if section.host_split == "strict":
+        offload = section.offload_bytes_per_rank
+        return offload if pool.name == offload_pool_name(section.name) else section.host_bytes_per_rank - offload
+    return section.host_bytes_per_rank
 
 
 def _beside(config: NodeConfig, section: GroupSection, tokens: int) -> Beside:
@@ -169,7 +183,8 @@ def fit(spec: GroupSpec, tokens: int, limits: Limits) -> Fit:
     pools = node.state.groups[spec.name].pools.values()
     taken = {pool.name: pool.slabs - pool.free_slabs + pool.promised_slabs for pool in pools}
     sizes = {pool.name: pool.slab_bytes for pool in spec.pools}
-    return Fit(spec.name, tokens, {name: (count, count * sizes[name]) for name, count in taken.items() if count}, None)
+    held = {name: (count, count * sizes[name]) for name, count in taken.items() if count}
+    return Fit(spec.name, tokens, held, None, opened.whole_lacks_slabs)
 
 
 def _answer(node: Node, event: RegisterEngine | AttachRank | Step) -> Any:

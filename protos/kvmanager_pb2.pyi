@@ -149,6 +149,10 @@ class _CloseReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CloseReas
     """committed segments stay in the cache"""
     ABORTED: _CloseReason.ValueType  # 2
     """only what was committed and fenced stays"""
+    RETRACTED: _CloseReason.ValueType  # 3
+    """On a decode rank: it does not end. Its pages go to the host, and an OpenRequest of the same id, with the committed
+    tokens as its prompt, resumes it. Refused where the host has no room for all of it; then it goes on.
+    """
 
 class CloseReason(_CloseReason, metaclass=_CloseReasonEnumTypeWrapper):
     """How a request ends."""
@@ -159,6 +163,10 @@ FINISHED: CloseReason.ValueType  # 1
 """committed segments stay in the cache"""
 ABORTED: CloseReason.ValueType  # 2
 """only what was committed and fenced stays"""
+RETRACTED: CloseReason.ValueType  # 3
+"""On a decode rank: it does not end. Its pages go to the host, and an OpenRequest of the same id, with the committed
+tokens as its prompt, resumes it. Refused where the host has no room for all of it; then it goes on.
+"""
 Global___CloseReason: _TypeAlias = CloseReason  # noqa: Y015
 
 class _RegionKind:
@@ -567,7 +575,7 @@ Global___RequestVector: _TypeAlias = RequestVector  # noqa: Y015
 
 @_typing.final
 class CloseRequest(_message.Message):
-    """A request ends; its pages are given back once the message's fence has passed."""
+    """A request ends, or gives up its device pages; they are given back once the message's fence has passed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -915,12 +923,15 @@ class OpenReply(_message.Message):
     WORKER_PLANS_FIELD_NUMBER: _builtins.int
     HOT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    WHOLE_LACKS_SLABS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """id of the OpenRequest"""
     state: Global___OpenReply.State.ValueType
     """whether it may run"""
     cached_tokens: _builtins.int
     """tokens not to be computed, the first n; n < prompt_tokens, except after a hand-off"""
+    whole_lacks_slabs: _builtins.int
+    """count of slabs of host memory that are missing, even in an empty pool, to retract it whole at its longest"""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanRun]:
         """its page tables, one run a chain"""
@@ -947,10 +958,11 @@ class OpenReply(_message.Message):
         worker_plans: _abc.Iterable[Global___Plan] | None = ...,
         hot: _abc.Iterable[Global___HotPages] | None = ...,
         error: Global___Error | None = ...,
+        whole_lacks_slabs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "error", b"error", "hot", b"hot", "request_id", b"request_id", "spans", b"spans", "state", b"state", "worker_plans", b"worker_plans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "error", b"error", "hot", b"hot", "request_id", b"request_id", "spans", b"spans", "state", b"state", "whole_lacks_slabs", b"whole_lacks_slabs", "worker_plans", b"worker_plans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvmanager.core.giveway import give_way
 from kvmanager.core.group import Claim, Group
+from kvmanager.core.homes import Latents, latents_of
 from kvmanager.core.pool import Pool
 from kvmanager.core.reclaim import clean, evictable, idle, reclaimable_slabs
 from kvmanager.core.refusal import exhausted
@@ -55,27 +56,49 @@ def own_order(group: Group, chain: ChainSpec) -> TokenOrder:
 
 
 def growth_promise(group: Group, chain: ChainSpec, tokens: int) -> dict[str, int]:
-    """Slabs by pool for `tokens` further tokens at the end of a chain, beyond pages held already."""
+    """Slabs by pool for `tokens` further tokens at the end of a chain, of classes that stay on the device."""
     promise: dict[str, int] = {}
-    if tokens <= 0:
-        return promise
-    order = own_order(group, chain)
-    pages = -(-tokens // chain.span_tokens(order)) * chain.span_pages(order)
-    for page_class in chain.classes:
+    pages = growth_pages(group, chain, tokens)
+    for page_class in chain.classes if pages else ():
+        if group.spec.floats(page_class.name):
+            continue
         pool = group.pools[page_class.device_pool]
-        wanted = pages
-        if group.spec.sparse is not None and page_class.name == group.spec.sparse.latent_class:
-            # Older pages are released as new ones come: only the tail must be resident.
-            wanted = min(pages, group.spec.sparse.tail_pages + 1)
-            promise[page_class.host_pool] = promise.get(page_class.host_pool, 0) + pages
-        slabs = -(-wanted // pool.per_slab(page_class.name))
+        slabs = -(-pages // pool.per_slab(page_class.name))
         promise[pool.name] = promise.get(pool.name, 0) + slabs
     return promise
 
 
+def growth_pages(group: Group, chain: ChainSpec, tokens: int) -> int:
+    """Pages of one class that `tokens` further tokens at the end of a chain take."""
+    order = own_order(group, chain)
+    return -(-tokens // chain.span_tokens(order)) * chain.span_pages(order) if tokens > 0 else 0
+
+
+def latent_growth(group: Group, request: Request) -> int:
+    """Pages that a request of a decode rank was promised and has not got."""
+    part = request.chains[0]
+    return growth_pages(group, part.chain.spec, request.most_tokens - part.end_token)
+
+
+def latent_promise(group: Group, latents: Latents, homed: int) -> dict[str, int]:
+    """Slabs by pool for the latent pages of a request, of which `homed` are to stay in HBM."""
+    sparse, chain = group.spec.sparse, group.chains[0]
+    assert sparse is not None
+    c = chain.page_class(group.class_index(chain, sparse.latent_class))
+    return {
+        c.host_pool: latents.host_slabs(homed),
+        c.device_pool: latents.device_slabs(homed, sparse.tail_pages),
+    }
+
+
 def outstanding_promise(group: Group, request: Request) -> dict[str, int]:
-    """What is still promised to a request: growth, and for sparse groups its hot buffer and missing host copies."""
+    """What is still promised to a request: growth, on a decode rank its hot buffer and homes of latent pages.
+
+    One that is retracted, or about to be, is owed the host pages that it lacks, and nothing else.
+    """
     promise: dict[str, int] = {}
+    if request.retracted:
+        return retract_promise(request)
 
     def add(pool: str, slabs: int) -> None:
         promise[pool] = promise.get(pool, 0) + slabs
@@ -84,13 +107,25 @@ def outstanding_promise(group: Group, request: Request) -> dict[str, int]:
         growth = request.most_tokens - part.end_token
         for pool, slabs in growth_promise(group, part.chain.spec, growth).items() if growth > 0 else ():
             add(pool, slabs)
-        if group.spec.sparse is None:
+        if not group.spec.swaps:
             continue
-        c = group.class_index(part.chain, group.spec.sparse.latent_class)
-        missing = part.chain.absent(c, HOST, part.rows.array)
-        add(part.chain.spec.classes[c].host_pool, int(part.chain.widths(missing).sum()))
+        assert group.spec.sparse is not None
+        latents = latents_of(group, part, latent_growth(group, request))
+        for pool, slabs in latent_promise(group, latents, request.homed_pages).items():
+            add(pool, slabs)
         if len(request.hot) == 0:
-            add(part.chain.spec.classes[c].device_pool, group.spec.sparse.hot_slabs)
+            add(part.chain.pool(0, DEVICE).name, group.spec.sparse.hot_slabs)
+    return promise
+
+
+def retract_promise(request: Request) -> dict[str, int]:
+    """Slabs by host pool for the copies that a request needs to lie on the host as a whole."""
+    promise: dict[str, int] = {}
+    for part in request.chains:
+        for c, page_class in enumerate(part.chain.spec.classes):
+            pool = part.chain.pool(c, HOST)
+            pages = int(part.chain.widths(part.chain.absent(c, HOST, part.rows.array)).sum())
+            promise[pool.name] = promise.get(pool.name, 0) - (-pages // pool.per_slab(page_class.name))
     return promise
 
 
@@ -107,7 +142,7 @@ def update_promise(state: State, request: Request) -> None:
         return
     for pool, slabs in had.items():
         group.pools[pool].promised_slabs -= slabs
-    if group.spec.sparse is not None:
+    if group.spec.swaps or request.retracted:
         backed = {name: _backed(group, request, name, slabs, had.get(name, 0)) for name, slabs in wanted.items()}
         device = group.chains[0].pool(0, DEVICE).name
         request.unbacked_slabs = wanted.get(device, 0) - backed.get(device, 0)
@@ -129,11 +164,12 @@ def _backed(group: Group, request: Request, name: str, wanted: int, had: int) ->
     return max(had, min(wanted, room))
 
 
-def update_promises(state: State, group: Group) -> None:
-    """`update_promise` for every request of a sparse group: host copies of spans it holds came or went."""
+def update_promises(state: State, group: Group, but: Request | None = None) -> None:
+    """`update_promise` for every request of a decode rank: host copies of spans it holds came or went."""
     if group.spec.sparse is not None:
         for request in state.holders(group.spec.name):
-            update_promise(state, request)
+            if request is not but:
+                update_promise(state, request)
 
 
 def check(
@@ -193,6 +229,19 @@ def _claimed(state: State, group: Group, pool: str, rank: tuple[int, int], who: 
         for key, claim in group.claims.items()
         if claim.rank < rank and key != who and state.now - claim.since <= state.limits.claim_hold_ns
     )
+
+
+def unpromised(state: State, group: Group, pool: Pool, request: Request, wanted: int) -> int:
+    """Slabs of a pool, as far as `wanted`, that a request which asks to be admitted could be promised."""
+    if pool.name in state.lenders:
+        return wanted  # it may borrow further slabs, or the request is refused
+    who = (request.engine, request.epoch, request.request_id)
+    tenant = state.tenants.of_namespace[request.namespace]
+    rank = (1, -state.tenants.specs[tenant].priority)
+    room = pool.free_slabs - pool.owed_slabs - _claimed(state, group, pool.name, rank, who)
+    if room < wanted:
+        room += reclaimable_slabs(group, pool)
+    return max(0, min(wanted, room))
 
 
 def _check_tenant(state: State, group: Group, tenant: int, demands: Demands, own: Mapping[str, int]) -> None:

@@ -14,8 +14,8 @@ from kvmanager.core.operatorevents import Loss
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Phase
 from kvmanager.core.settle import publish
-from kvmanager.core.spans import DEVICE, FILLING, HOST, READY, CopyState
-from kvmanager.core.state import CheckJob, CopyJob, PullJob, State, ended_well, mark_dirty
+from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, READY, CopyState
+from kvmanager.core.state import CheckJob, CopyJob, PullJob, State, ended_well
 from kvmanager.core.verification import check_ended, differing, keep, take_out
 from kvmanager.errors import ChecksumMismatch, KVError, TransferFailed
 from kvmanager.geometry import Int64Array
@@ -46,7 +46,9 @@ def plan_ended(
         _writeback_ended(state, job, outcome, sums)
     else:
         _onboard_ended(state, plan_id, job, outcome, error, sums)
-    state.groups[job.group].unblock()
+    group = state.groups[job.group]
+    update_promises(state, group)
+    group.unblock()
 
 
 def _lose_copy(state: State, group: Group, chain: Chain, key: tuple[int, int, int], outcome: CopyOutcome) -> None:
@@ -68,9 +70,6 @@ def _writeback_ended(state: State, job: CopyJob, outcome: CopyOutcome, sums: Sum
         chain.table.failures[index] = 0
         if job.asked is not None and sums is not None:
             keep(state, chain, job.page_class, job.asked, sums)
-        if group.spec.sparse is not None:
-            for row in job.rows:
-                mark_dirty(state, group, job.chain, row)
     else:
         for row in job.rows:
             _lose_copy(state, group, chain, (job.page_class, HOST, row), outcome)
@@ -80,10 +79,10 @@ def _writeback_ended(state: State, job: CopyJob, outcome: CopyOutcome, sums: Sum
         group.declined[job.chain].extend(row for row in job.rows if chain.table.live[row])
     elif not ended_well(outcome):
         _try_again(state, group, job)
-    if ended_well(outcome):
-        state.counters["mirror" if group.spec.sparse else "offload"] += len(job.rows)
-    else:
-        update_promises(state, group)
+    if ended_well(outcome) and (not group.spec.swaps or group.spec.floats(chain.page_class(job.page_class).name)):
+        state.counters["mirror" if group.spec.swaps else "offload"] += len(job.rows)
+    if chain.table.classes > 1:
+        group.writeback[job.chain].extend(row for row in job.rows if chain.table.live[row])
 
 
 def _try_again(state: State, group: Group, job: CopyJob) -> None:
@@ -115,6 +114,7 @@ def _onboard_ended(
         index = np.asarray(good, np.int64)
         published = index[chain.table.published[index]]
         chain.set_states(job.page_class, DEVICE, published, CopyState.READY, PageState.READY)
+        _settle_private(chain, job.page_class, index[~chain.table.published[index]])
         _mark_redundant(state, chain, job.page_class, published)
         state.counters["onboard"] += len(good)
         for place in bad:
@@ -134,6 +134,17 @@ def _onboard_ended(
                 condemn(state, chain, row, Loss.FAILED_LOAD)
     _answer_waiters(state, plan_id, job, failure)
     chain.release_unused([*job.rows, *job.extra])
+
+
+def _settle_private(chain: Chain, page_class: int, rows: Int64Array) -> None:
+    """Spans of a request alone that came back: a full one is final, one that it goes on filling has no host copy."""
+    table = chain.table
+    full = table.valid[rows] == table.segments[rows]
+    chain.set_states(page_class, DEVICE, rows[full], CopyState.READY, PageState.READY)
+    for row in rows[~full & (table.busy[rows] == 0)].tolist():
+        for c in range(table.classes):
+            if table.copies[c, HOST, row] != ABSENT:
+                chain.free_copy(c, HOST, row)
 
 
 def _mark_redundant(state: State, chain: Chain, page_class: int, rows: Int64Array) -> None:

@@ -31,10 +31,10 @@ class Closing(Enum):
 
     FINISHED = "finished"
     ABORTED = "aborted"
+    RETRACTED = "retracted"  # not at all: it gives up its device pages; an open of its id resumes it
 
 
 # ------------------------------------------------------------------------------------ events
-
 
 @dataclass(frozen=True)
 class RegisterEngine:
@@ -273,9 +273,8 @@ class Tick:
 
 Event = (
     RegisterEngine | AttachRank | DetachRank | TimelinesRead | EngineSuspect | EngineResumed | EngineGone | MoverGone
-    | MoverJoined | Recovered
-    | Step | PlanEnded | LeaseEvent | ExportRequestKV | RenewTickets | AcceptTicket | CheckTicket | ReleaseTicket
-    | Drain | Trim | OperatorEvent | CheckCopies | Tick
+    | MoverJoined | Recovered | Step | PlanEnded | LeaseEvent | ExportRequestKV | RenewTickets | AcceptTicket
+    | CheckTicket | ReleaseTicket | Drain | Trim | OperatorEvent | CheckCopies | Tick
 )
 
 READS = (CheckTicket,)
@@ -304,7 +303,7 @@ class SpanRunTable:
 
 @dataclass(frozen=True)
 class Opened:
-    """Answer to an Open: runnable, waiting for bytes, or refused with `error`."""
+    """Answer to an Open. whole_lacks_slabs: of the host, missing even in an empty pool to retract it whole, longest."""
 
     request_id: int
     state: str  # "runnable", "waiting", "refused"
@@ -313,6 +312,7 @@ class Opened:
     worker_plans: tuple[CopyPlan, ...] = ()
     hot: Int64Array | None = None
     error: KVError | None = None
+    whole_lacks_slabs: int = 0
 
 
 @dataclass(frozen=True)

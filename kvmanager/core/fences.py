@@ -5,6 +5,8 @@ from __future__ import annotations
 from kvmanager.core.admission import update_promise, update_promises
 from kvmanager.core.group import Group
 from kvmanager.core.lifecycle import drop_request
+from kvmanager.core.request import Phase
+from kvmanager.core.retract import take_off
 from kvmanager.core.settle import publish, settle_tail
 from kvmanager.core.state import Engine, FenceEntry, State
 from kvmanager.errors import InvalidArgument
@@ -62,6 +64,19 @@ def _free_truncated(group: Group, engine: Engine, entry: FenceEntry) -> None:
         group.chains[chain_number].unpin([row])
 
 
+def _end_requests(state: State, engine: Engine, entry: FenceEntry) -> None:
+    """Those that were retracted or closed by the message."""
+    for request_id in entry.retracts:
+        request = engine.requests.get(request_id)
+        if request is not None and request.phase is Phase.RETRACTING:
+            take_off(state, request)
+    for request_id in entry.closes:
+        request = engine.requests.get(request_id)
+        if request is not None:
+            settle_tail(state, request)
+            drop_request(state, request)
+
+
 def apply_entry(state: State, engine: Engine, entry: FenceEntry, *, keep_commits: bool) -> None:
     """Publishes commits (if they are known to be written), then closes, unpins and frees."""
     group = state.groups[engine.group]
@@ -71,11 +86,7 @@ def apply_entry(state: State, engine: Engine, entry: FenceEntry, *, keep_commits
             request.fenced_tokens = max(request.fenced_tokens, tokens)
             publish(state, request)
             update_promise(state, request)
-    for request_id in entry.closes:
-        request = engine.requests.get(request_id)
-        if request is not None:
-            settle_tail(state, request)
-            drop_request(state, request)
+    _end_requests(state, engine, entry)
     _free_truncated(group, engine, entry)
     for chain_number, rows in entry.unpins:
         group.chains[chain_number].unpin(rows)

@@ -27,9 +27,9 @@ class Chain:
     `key_bytes` is fixed by the first namespace that registers; until then the index is empty.
     """
 
-    def __init__(self, spec: ChainSpec, pools: dict[str, Pool], key_bytes: int, *, reads_host: bool) -> None:
-        """`reads_host`: kernels read pages of running requests where they lie on the host (sparse groups)."""
-        self.reads_host = reads_host
+    def __init__(self, spec: ChainSpec, pools: dict[str, Pool], key_bytes: int, *, swaps: bool) -> None:
+        """`swaps`: kernels of running requests read rows of pages that lie on the host alone."""
+        self.swaps = swaps
         self.spec = spec
         self.table = SpanTable(len(spec.classes), spec.widest)
         self.index = PrefixIndex(self.table, key_bytes)
@@ -202,8 +202,7 @@ class Group:
         """Fixes the key width while the group is empty; another width later is refused by the caller."""
         assert all(not chain.table.live.any() for chain in self.chains)
         self.key_bytes = key_bytes
-        reads_host = self.spec.sparse is not None
-        self.chains = [Chain(spec, self.pools, key_bytes, reads_host=reads_host) for spec in self.spec.chains]
+        self.chains = [Chain(spec, self.pools, key_bytes, swaps=self.spec.swaps) for spec in self.spec.chains]
         self.writeback = [RowQueue() for _ in self.chains]
         self.declined = [deque() for _ in self.chains]
         self.unwritten = [[] for _ in self.chains]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvmanager.core.admission import update_promises
 from kvmanager.core.events import Opened
+from kvmanager.core.homes import whole_lacks
 from kvmanager.core.request import Phase, Request
 from kvmanager.core.sessions import leave_session
 from kvmanager.core.spans import DEVICE, NO_SPAN
@@ -12,10 +14,23 @@ from kvmanager.core.state import State
 from kvmanager.errors import KVError
 
 
-def opened(request: Request, name: str) -> Opened:
+def opened(state: State, request: Request, name: str) -> Opened:
     """The complete answer for a request in its present state."""
     hot = request.hot if len(request.hot) else None
-    return Opened(request.request_id, name, request.cached_tokens, request.tables(), request.worker_plans, hot)
+    lacks = whole_lacks(state.groups[request.group], request.most_tokens)
+    tables, plans = request.tables(), request.worker_plans
+    return Opened(request.request_id, name, request.cached_tokens, tables, plans, hot, whole_lacks_slabs=lacks)
+
+
+def begun(state: State, request: Request) -> Opened:
+    """The answer for an admitted request: it runs, or waits for its bytes."""
+    if request.waiting_on:
+        request.phase = Phase.WAITING
+        lacks = whole_lacks(state.groups[request.group], request.most_tokens)
+        return Opened(request.request_id, "waiting", request.cached_tokens, whole_lacks_slabs=lacks)
+    request.phase = Phase.RUNNING
+    request.dirty.clear()
+    return opened(state, request, "runnable")
 
 
 def wake(state: State, request: Request) -> None:
@@ -24,7 +39,7 @@ def wake(state: State, request: Request) -> None:
         return
     request.phase = Phase.RUNNING
     request.dirty.clear()
-    state.notify(state.engine_of(request), ready=opened(request, "runnable"))
+    state.notify(state.engine_of(request), ready=opened(state, request, "runnable"))
 
 
 def refuse_waiting(state: State, request: Request, error: KVError) -> None:
@@ -33,6 +48,17 @@ def refuse_waiting(state: State, request: Request, error: KVError) -> None:
     drop_request(state, request)
     state.notify(engine, ready=Opened(request.request_id, "refused", error=error))
     state.counters["refusal"] += 1
+
+
+def give_hot_back(state: State, request: Request) -> None:
+    """Frees a request's hot buffer, if it has one."""
+    group = state.groups[request.group]
+    if len(request.hot):
+        assert group.spec.sparse is not None
+        device_pool = group.chains[0].pool(0, DEVICE)
+        device_pool.give(group.spec.sparse.hot_class, request.hot)
+        group.hot_slabs[state.tenants.of_namespace[request.namespace]] -= len(request.hot)
+        request.hot = np.empty(0, np.int64)
 
 
 def drop_request(state: State, request: Request) -> None:
@@ -44,17 +70,14 @@ def drop_request(state: State, request: Request) -> None:
     for pool, slabs in request.promised.items():
         group.pools[pool].promised_slabs -= slabs
     request.promised = {}
-    if len(request.hot):
-        assert group.spec.sparse is not None
-        device_pool = group.chains[0].pool(0, DEVICE)
-        device_pool.give(group.spec.sparse.hot_class, request.hot)
-        group.hot_slabs[state.tenants.of_namespace[request.namespace]] -= len(request.hot)
-        request.hot = np.empty(0, np.int64)
+    give_hot_back(state, request)
     del state.engine_of(request).requests[request.request_id]
     if request.phase is Phase.CLOSING:
         group.claims.pop((request.engine, request.epoch, request.request_id), None)
     for part in request.chains:
         held = part.rows[:]
+        if request.phase is Phase.RETRACTED:
+            part.chain.table.unanchor(held)
         if len(part.anchors):
             held = np.concatenate((held, part.anchors.array))
             part.chain.table.unanchor(part.anchors.array)
@@ -66,4 +89,6 @@ def drop_request(state: State, request: Request) -> None:
     for number, row in request.donors:
         group.chains[number].unpin([row])
     request.donors = []
+    if group.spec.swaps:
+        update_promises(state, group)  # mirrors that it shared may be one other request's alone now
     group.unblock()

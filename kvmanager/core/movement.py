@@ -107,12 +107,15 @@ def onboard(
     return job
 
 
-def onboard_in_flight(state: State, group: Group, chain_number: int, row: int) -> tuple[int, CopyJob] | None:
-    """The plan that brings a span's device copy, if one is under way."""
+def onboard_in_flight(
+    state: State, group: Group, chain_number: int, page_class: int, row: int
+) -> tuple[int, CopyJob] | None:
+    """The plan that brings a span's device copy of a class, if one is under way."""
     for plan_id, job in state.jobs.items():
         if (
             isinstance(job, CopyJob)
-            and (job.group, job.chain, job.target_tier) == (group.spec.name, chain_number, DEVICE)
+            and (job.group, job.chain, job.page_class) == (group.spec.name, chain_number, page_class)
+            and job.target_tier == DEVICE
             and row in job.rows
         ):
             return plan_id, job

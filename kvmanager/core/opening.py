@@ -13,22 +13,27 @@ from kvmanager.core.admission import (
     NewSpans,
     check,
     device_slabs_free,
+    growth_pages,
     growth_promise,
     span_orders,
+    unpromised,
     update_promise,
+    update_promises,
 )
 from kvmanager.core.events import Open, Opened
 from kvmanager.core.group import Chain, Group
-from kvmanager.core.lifecycle import drop_request, opened
+from kvmanager.core.homes import Latents, counted
+from kvmanager.core.lifecycle import begun, drop_request
 from kvmanager.core.movement import copy_on_write, onboard, onboard_in_flight
 from kvmanager.core.prefix import Match
 from kvmanager.core.pulling import start_pull
 from kvmanager.core.refusal import exhausted
-from kvmanager.core.request import Phase, Request, RequestChain
+from kvmanager.core.request import Request, RequestChain
 from kvmanager.core.residency import first_resident, take_hot
 from kvmanager.core.rows import RowList, as_range, no_rows
 from kvmanager.core.sessions import begin_turn
 from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, NO_SPAN
+from kvmanager.core.spec import Residency
 from kvmanager.core.state import Engine, State
 from kvmanager.errors import CapacityError, InvalidArgument
 
@@ -61,10 +66,7 @@ def open_request(state: State, engine: Engine, event: Open) -> Opened:
     if event.ticket is not None:
         start_pull(state, engine, event)
     update_promise(state, request)
-    if request.waiting_on:
-        request.phase = Phase.WAITING
-        return Opened(request.request_id, "waiting", request.cached_tokens)
-    return opened(request, "runnable")
+    return begun(state, request)
 
 
 def _admit(state: State, engine: Engine, group: Group, event: Open) -> tuple[Request, list[_Shape]]:
@@ -90,7 +92,7 @@ def _try(
 ) -> tuple[Request, list[_Shape]]:
     request = _register(state, engine, group, event, shapes)
     try:
-        check(state, group, _demands(group, request, shapes), request)
+        check(state, group, _demands(state, group, request, shapes), request)
         _take_pages(state, group, request, shapes)
     except CapacityError:
         drop_request(state, request)
@@ -194,17 +196,19 @@ def _register(state: State, engine: Engine, group: Group, event: Open, shapes: l
     # A donor's rows are copied by the worker before its first write: they are there once that is fenced.
     request.fenced_tokens = first.segments * group.spec.page_rows
     engine.requests[event.request_id] = request
+    if group.spec.swaps and first.segments:
+        update_promises(state, group, but=request)  # mirrors that others alone relied on are shared now
     return request
 
 
-def _demands(group: Group, request: Request, shapes: list[_Shape]) -> Demands:
+def _demands(state: State, group: Group, request: Request, shapes: list[_Shape]) -> Demands:
     demands = Demands()
     for chain, shape in zip(group.chains, shapes, strict=True):
         pages = shape.new.pages(chain.spec)
         end = _end_token(chain, shape)
         for c, page_class in enumerate(chain.spec.classes):
-            if group.spec.sparse is not None and page_class.name == group.spec.sparse.latent_class:
-                _demand_latents(group, chain, shape, demands)
+            if group.spec.floats(page_class.name):
+                _demand_latents(state, group, request, c, shape, demands)
                 continue
             missing = chain.absent(c, DEVICE, shape.match.rows)
             onboarded = int(chain.widths(missing).sum()) if len(missing) else 0
@@ -221,19 +225,27 @@ def _end_token(chain: Chain, shape: _Shape) -> int:
     return shape.new.end(chain.spec)
 
 
-def _demand_latents(group: Group, chain: Chain, shape: _Shape, demands: Demands) -> None:
-    """Sparse groups: the tail and a hot buffer in HBM, and a host page for every latent page that has none."""
-    sparse = group.spec.sparse
+def _demand_latents(
+    state: State, group: Group, request: Request, page_class: int, shape: _Shape, demands: Demands
+) -> None:
+    """On a decode rank: the tail and a hot buffer in HBM, and a home for every latent page, on the host or in HBM."""
+    sparse, chain = group.spec.sparse, group.chains[0]
     assert sparse is not None
-    c = group.class_index(chain, sparse.latent_class)
-    page_class = chain.spec.classes[c]
-    tail = _tail_start(group, chain, shape)
-    resident = sum(shape.new.widths(chain.spec)[tail:])
-    demands.add_now(page_class.device_pool, page_class.name, resident)
-    demands.of(page_class.device_pool).later_slabs += sparse.hot_slabs
-    host = shape.new.pages(chain.spec)
-    host += int(chain.widths(chain.absent(c, HOST, shape.match.rows)).sum())
-    demands.of(page_class.host_pool).later_slabs += host
+    c = chain.spec.classes[page_class]
+    tail = sum(shape.new.widths(chain.spec)[_tail_start(group, chain, shape) :])
+    need, resident = counted(chain, page_class, shape.match.rows)
+    growth = growth_pages(group, chain.spec, request.most_tokens - _end_token(chain, shape))
+    latents = Latents(need + shape.new.pages(chain.spec), resident + tail, growth)
+    wanted = latents.host_slabs(0)
+    lacking = wanted - unpromised(state, group, group.pools[c.host_pool], request, wanted)
+    # Spans are placed and released as a whole, so homed pages are whole spans, and one may be split by the room.
+    widest = chain.spec.widest
+    request.homed_pages = -(-lacking // widest) * widest
+    demands.add_now(c.device_pool, c.name, tail)
+    demands.of(c.host_pool).later_slabs += latents.host_slabs(request.homed_pages)
+    homes = request.homed_pages - latents.resident
+    homes = homes + widest - 1 if homes > 0 else 0
+    demands.of(c.device_pool).later_slabs += sparse.hot_slabs + min(growth, sparse.tail_pages + 1) + homes
 
 
 def _tail_start(group: Group, chain: Chain, shape: _Shape) -> int:
@@ -260,7 +272,7 @@ def _take_class(
     chain, name = part.chain, part.chain.spec.classes[page_class].name
     new = part.rows.array[part.shared :]
     host_rows = no_rows()
-    if group.spec.sparse is not None and name == group.spec.sparse.latent_class:
+    if group.spec.floats(name):
         host_rows = np.asarray(_host_placed(group, request, part, page_class, shape), np.int64)
     placed = [(DEVICE, new[~np.isin(new, host_rows)] if len(host_rows) else new), (HOST, host_rows)]
     for tier, rows in placed:
@@ -272,7 +284,7 @@ def _take_class(
         if pages is None:
             raise exhausted(state, group, pool, pool.slabs_needed({name: needed}), pool.free_slabs)
         chain.put_many(page_class, tier, rows, pages)
-    if group.spec.sparse is None or name != group.spec.sparse.latent_class:
+    if not group.spec.floats(name):
         return
     if len(host_rows) or len(chain.absent(page_class, DEVICE, part.rows.array[: part.shared])):
         take_hot(state, group, request)
@@ -292,24 +304,36 @@ def _host_placed(
     widths = chain.widths(new).tolist()
     tail = _tail_start(group, chain, shape)
     pool = chain.pool(page_class, DEVICE)
-    indexers = {c.name: sum(widths) for c in chain.spec.classes if c.name != sparse.latent_class}
-    growth = growth_promise(group, chain.spec, request.most_tokens - part.end_token).get(pool.name, 0)
-    set_aside = max(pool.owed_slabs, 0) + pool.slabs_needed(indexers) + sparse.hot_slabs + growth + sum(widths[tail:])
+    indexers = {}
+    for other, c in enumerate(chain.spec.classes):
+        if other != page_class:
+            missing = chain.absent(other, DEVICE, part.rows.array[: part.shared])
+            indexers[c.name] = sum(widths) + int(chain.widths(missing).sum())
+    growth = request.most_tokens - part.end_token
+    later = growth_promise(group, chain.spec, growth).get(pool.name, 0)
+    later += min(growth_pages(group, chain.spec, growth), sparse.tail_pages + 1)
+    set_aside = max(pool.owed_slabs, 0) + pool.slabs_needed(indexers) + sparse.hot_slabs + later + sum(widths[tail:])
     room = device_slabs_free(group, pool) - set_aside
+    if sparse.residency is Residency.ALWAYS_HOST:
+        room = 0
+    # What the host was not promised for stays in HBM.
+    on_host = counted(chain, page_class, part.rows.array[: part.shared])[0] + sum(widths)
+    on_host += growth_pages(group, chain.spec, growth) - request.homed_pages
+    room = max(room, sum(widths[:tail]) - on_host)
     placed = []
     for row, width in zip(new[:tail].tolist(), widths[:tail], strict=True):
-        if width <= room:
+        if width <= room or width > on_host:
             room -= width
         else:
             placed.append(row)
-            room = 0
+            room, on_host = 0, on_host - width
     return placed
 
 
 def _reuse(state: State, group: Group, request: Request, shapes: list[_Shape]) -> None:
     """Brings what was found onto the device, copies donors, and starts a hand-off."""
     for number, (part, shape) in enumerate(zip(request.chains, shapes, strict=True)):
-        if group.spec.sparse is None and part.shared:
+        if part.shared:
             _onboard_missing(state, group, request, number)
         if shape.match.donor != NO_SPAN:
             tokens = shape.match.donor_segments * group.spec.page_rows
@@ -320,18 +344,20 @@ def _onboard_missing(state: State, group: Group, request: Request, number: int) 
     part = request.chains[number]
     chain = part.chain
     who = (request.engine, request.epoch, request.request_id)
-    for c in range(len(chain.spec.classes)):
+    for c, page_class in enumerate(chain.spec.classes):
+        if group.spec.floats(page_class.name):
+            continue  # read where it lies
         shared = part.rows.array[: part.shared]
         for row in shared[chain.table.copies[c, DEVICE, as_range(shared)] == FILLING].tolist():
-            under_way = onboard_in_flight(state, group, number, row)
+            under_way = onboard_in_flight(state, group, number, c, row)
             assert under_way is not None, "a published span is being filled by nobody"
             under_way[1].waiters.append(who)
             request.waiting_on.add(under_way[0])
         absent = chain.absent(c, DEVICE, part.rows.array[: part.shared]).tolist()
         if not absent:
             continue
-        name = chain.spec.classes[c].name
-        pages = state.reclaimers[group.spec.name].take(chain.pool(c, DEVICE), name, int(chain.widths(absent).sum()))
+        wanted = int(chain.widths(absent).sum())
+        pages = state.reclaimers[group.spec.name].take(chain.pool(c, DEVICE), page_class.name, wanted)
         assert pages is not None, "admission counted these pages"
         chain.put_many(c, DEVICE, absent, pages)
         job = onboard(state, group, number, c, [(row, row) for row in absent])
@@ -346,7 +372,7 @@ def _use_donor(
     chain = group.chains[number]
     on_device = all(
         chain.table.copies[c, DEVICE, donor] != ABSENT
-        and onboard_in_flight(state, group, number, donor) is None
+        and onboard_in_flight(state, group, number, c, donor) is None
         for c in range(len(chain.spec.classes))
     )
     if on_device:

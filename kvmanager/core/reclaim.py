@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,10 +60,8 @@ def clean(chain: Chain, page_class: int) -> BoolArray:
     return both
 
 
-def in_use(chain: Chain, tier: int) -> BoolArray:
-    """Spans of which somebody may be using the copy in a tier itself: a pin holds one copy, not both (bool[rows])."""
-    if tier == HOST and not chain.reads_host:
-        return np.zeros(len(chain.table.live), bool)  # only plans read it, and those make the span busy
+def in_use(chain: Chain) -> BoolArray:
+    """Spans of which somebody uses a copy itself: the device copy where there is one, else the host's (bool[rows])."""
     held: BoolArray = chain.table.pins > chain.table.anchored
     return held
 
@@ -73,11 +71,14 @@ def droppable(chain: Chain, page_class: int, tier: int) -> BoolArray:
     if not chain.has_host(page_class):
         return np.zeros(len(chain.table.live), bool)
     table = chain.table
-    rows: BoolArray = table.live & (table.busy == 0) & clean(chain, page_class) & ~in_use(chain, tier)
-    if tier == HOST:
-        # A device copy that could leave only because it is clean was counted on for promises: it stays clean.
-        rows &= in_use(chain, DEVICE) | evictable(chain)
-    return rows
+    rows: BoolArray = table.live & (table.busy == 0) & clean(chain, page_class)
+    if tier == DEVICE:
+        return rows & ~in_use(chain)
+    # Where pages may lie on the host alone, a mirror that one request's pages have is promised to it while it stands
+    # (`core.homes`); one that several rely on is promised to nobody, and stays.
+    used = (table.pins == 1) & (table.anchored == 0) if chain.swaps else in_use(chain)
+    # A device copy that could leave only because it is clean was counted on for promises: it stays clean.
+    return rows & (used | evictable(chain))
 
 
 def _in_pool(chain: Chain, pool: Pool) -> list[tuple[int, int]]:
@@ -395,7 +396,7 @@ class Reclaimer:
         return self._ranking(chain, some, none, none).first(count)
 
     def room_for(
-        self, chain: Chain, pool: Pool, page_class: str, newcomers: RowArray
+        self, chain: Chain, pool: Pool, classes: Iterable[str], newcomers: RowArray
     ) -> tuple[RowArray, Losses] | None:
         """Which newcomers are worth pages of a pool, and what must go for them; None when nothing can be done.
 
@@ -411,7 +412,7 @@ class Reclaimer:
         asking, others = ranked.rows[asks], ranked.pick(~asks)
 
         def losses_for(declined: int) -> tuple[Losses, bool]:
-            want = Want({page_class: int(chain.widths(asking[declined:]).sum())})
+            want = Want(dict.fromkeys(classes, int(chain.widths(asking[declined:]).sum())))
             return self._enough(chain, pool, want, others) if pool.lacking_slabs(want) > 0 else (NO_LOSSES, True)
 
         if not losses_for(0)[1]:
@@ -433,8 +434,9 @@ class Reclaimer:
             if tier == HOST:
                 number = self._group.chains.index(chain)
                 redundant = chain.table.redundant[rows]
-                self._group.unwritten[number].extend(rows[redundant].tolist())
-                self._group.declined[number].extend(rows[~redundant].tolist())
+                again = redundant | in_use(chain)[rows] if chain.swaps else redundant
+                self._group.unwritten[number].extend(rows[again].tolist())
+                self._group.declined[number].extend(rows[~again].tolist())
             self._counters["reclaim" if tier == DEVICE else "host_reclaim"] += len(rows)
             chain.free_copies(page_class, tier, rows)
         forgotten = losses.rows[~losses.stays]

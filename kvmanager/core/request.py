@@ -12,7 +12,7 @@ from kvmanager.core.events import SpanRunTable
 from kvmanager.core.group import Chain
 from kvmanager.core.plans import CopyPlan
 from kvmanager.core.rows import BoolArray, RowArray, RowList, all_true, as_range
-from kvmanager.core.spans import DEVICE, HOST, NO_OWNER, NO_PAGE, NO_SPAN, READY
+from kvmanager.core.spans import ABSENT, DEVICE, HOST, NO_OWNER, NO_PAGE, NO_SPAN, READY
 from kvmanager.geometry import Int64Array
 
 
@@ -22,6 +22,8 @@ class Phase(Enum):
     WAITING = "waiting"  # bytes are on their way into its pages
     RUNNING = "running"
     CLOSING = "closing"  # closed by its engine; work issued before may still touch its pages
+    RETRACTING = "retracting"  # taken off by its engine; work issued before may still touch its pages
+    RETRACTED = "retracted"  # its pages are on the host or on their way there, until it is resumed
 
 
 @dataclass
@@ -60,7 +62,7 @@ class RequestChain:
         return int(self.chain.widths(self.rows.array[:ordinal]).sum())
 
     def table_from(self, first: int) -> SpanRunTable:
-        """The spans from ordinal `first` on, as the worker needs them; host pages only where the copy has landed."""
+        """The spans from ordinal `first` on, as the worker needs them; host pages where only they can be read."""
         spec, table = self.chain.spec, self.chain.table
         rows = self.rows.array[first:]
         index = as_range(rows)
@@ -69,8 +71,9 @@ class RequestChain:
         for c, page_class in enumerate(spec.classes):
             device = table.pages[c, DEVICE, index][keep].reshape(-1)
             if self.chain.has_host(c):
-                landed = (table.copies[c, HOST, index] == READY)[:, None]
-                host = np.where(landed, table.pages[c, HOST, index], NO_PAGE)[keep].reshape(-1)
+                # A mirror of a resident page may be taken away at any time, so nobody is told of it.
+                read = (table.copies[c, HOST, index] == READY) & (table.copies[c, DEVICE, index] == ABSENT)
+                host = np.where(read[:, None], table.pages[c, HOST, index], NO_PAGE)[keep].reshape(-1)
             else:
                 host = np.full(len(device), NO_PAGE, np.int64)
             pages[page_class.name] = device.copy(), host
@@ -104,8 +107,9 @@ class Request:
     its first write. donors: (chain, row) that they read, one pin each until the first commit's fence.
     ranks_lost: how many ranks its engine had lost when it was opened. owner: number of its session, NO_OWNER
     without one. stop_reason, session_ends: as its close said. truncated: (chain, row) of spans it gave up that still
-    drain. unbacked_slabs: device slabs of its window that no page stands behind now (sparse groups). since: when it
-    was admitted, ns. expires_ns: when its lease ends, 0 for a request that is none.
+    drain. unbacked_slabs: device slabs of its window that no page stands behind now (sparse groups). homed_pages:
+    latent pages of it that HBM is promised for, not the host (`core.homes`). since: when it was admitted, ns.
+    expires_ns: when its lease ends, 0 for a request that is none.
     """
 
     engine: str
@@ -135,8 +139,14 @@ class Request:
     session_ends: bool = False
     truncated: list[tuple[int, int]] = field(default_factory=list)
     unbacked_slabs: int = 0
+    homed_pages: int = 0
     since: int = 0
     expires_ns: int = 0
+
+    @property
+    def retracted(self) -> bool:
+        """Whether it gave up its device pages, or will when its work is done."""
+        return self.phase in (Phase.RETRACTING, Phase.RETRACTED)
 
     @property
     def most_tokens(self) -> int:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvmanager.core.admission import update_promise
+from kvmanager.core.admission import update_promise, update_promises
 from kvmanager.core.events import HotGrant, ResidencyRows
-from kvmanager.core.group import Chain, Group
-from kvmanager.core.pool import PageState, Pool
+from kvmanager.core.group import Group
+from kvmanager.core.homes import counted, latent_class, spare_slabs
+from kvmanager.core.pool import PageState
 from kvmanager.core.reclaim import reclaimable_slabs
 from kvmanager.core.request import Phase, Request, RequestChain
-from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, READY
-from kvmanager.core.state import Engine, State, concat
+from kvmanager.core.spans import ABSENT, DEVICE, HOST, NO_PAGE, READY
+from kvmanager.core.spec import Residency
+from kvmanager.core.state import Engine, State, concat, mark_dirty
 from kvmanager.errors import PoolExhausted
 
 
@@ -56,47 +58,107 @@ def take_hot(state: State, group: Group, request: Request) -> None:
 
 
 def release_under_pressure(state: State, engine: Engine, group: Group) -> list[HotGrant]:
-    """Releases clean sealed latent pages, tail first, until one hot buffer's worth of HBM is free again."""
+    """Releases clean sealed latent pages, tail first, until one hot buffer's worth of HBM is free again.
+
+    In a group whose pages are always on the host, all that may be released is.
+    """
     sparse = group.spec.sparse
     assert sparse is not None
-    grants: list[HotGrant] = []
-    chain = group.chains[0]
-    latent = group.class_index(chain, sparse.latent_class)
-    pool = chain.pool(latent, DEVICE)
+    release = _Release(state, engine, group)
+    missing = _missing_slabs(engine, group)
+    if sparse.residency is Residency.ALWAYS_HOST:
+        missing = release.pool.slabs
+    for request in sorted(engine.requests.values(), key=lambda r: -r.request_id):
+        if missing <= 0 or request.phase is not Phase.RUNNING:
+            continue
+        missing -= release.tail_of(request, missing)
+    if release.grants or release.released:
+        update_promises(state, group)
+    if missing > 0:
+        _mirror_more(state, group)
+    group.deficit_slabs = 0
+    return release.grants
+
+
+def _mirror_more(state: State, group: Group) -> None:
+    """Too few clean pages: mirrors that found no room, or were taken away, are tried again now."""
+    group.unblock()
+    declined, unwritten = group.declined[0], group.unwritten[0]
+    again = [declined.popleft() for _ in range(min(len(declined), state.limits.reconsidered_spans))]
+    group.writeback[0].extend([*again, *unwritten[: state.limits.reconsidered_spans]])
+    del unwritten[: state.limits.reconsidered_spans]
+
+
+def _missing_slabs(engine: Engine, group: Group) -> int:
+    """Slabs of HBM that should come free by releases."""
+    sparse, chain = group.spec.sparse, group.chains[0]
+    assert sparse is not None
+    pool = chain.pool(latent_class(group), DEVICE)
     short = max(sparse.hot_slabs, pool.owed_slabs) - pool.free_slabs
     if short > 0:
         short -= reclaimable_slabs(group, pool)
     # A refused request's deficit is what it lacked beyond free and reclaimable slabs, so those don't cover it.
     unbacked = sum(r.unbacked_slabs for r in engine.requests.values() if r.phase is Phase.RUNNING)
-    missing = max(short, 0) + group.deficit_slabs + unbacked - _draining(pool, sparse.latent_class)
-    for request in sorted(engine.requests.values(), key=lambda r: -r.request_id):
-        if missing <= 0 or request.phase is not Phase.RUNNING:
-            continue
-        missing -= _release_tail(state, engine, group, request, latent, missing, grants)
-    for grant in grants:
-        update_promise(state, engine.requests[grant.request_id])
-    group.deficit_slabs = 0
-    return grants
+    draining = pool.spaces[sparse.latent_class].counts[PageState.DRAINING]
+    return max(short, 0) + group.deficit_slabs + unbacked - draining
 
 
-def _draining(pool: Pool, latent_class: str) -> int:
-    return pool.spaces[latent_class].counts[PageState.DRAINING]
+class _Release:
+    """Releases of one step's reply. `grants`: hot buffers given for them. `released`: pages so far."""
 
+    def __init__(self, state: State, engine: Engine, group: Group) -> None:
+        self._state, self._engine, self._group = state, engine, group
+        self._latent = latent_class(group)
+        self._chain = group.chains[0]
+        self.pool = self._chain.pool(self._latent, DEVICE)
+        self.grants: list[HotGrant] = []
+        self.released = 0
+        self._spare: int | None = None
 
-def _release_tail(
-    state: State, engine: Engine, group: Group, request: Request, latent: int, missing: int, grants: list[HotGrant]
-) -> int:
-    """Slabs released from one request."""
-    part = request.chains[0]
-    released = 0
-    for ordinal in reversed(range(_resident_from(group, request, part))):
-        if released >= missing:
-            break
-        row = part.rows[ordinal]
-        if not _may_release(part.chain, latent, row) or not _hot_for_all(state, engine, group, row, grants):
-            continue
-        released += _release(state, engine, group, latent, row)
-    return released
+    def tail_of(self, request: Request, missing: int) -> int:
+        """Slabs released from one request, up to `missing`."""
+        part, chain = request.chains[0], self._chain
+        rows = part.rows.array[: first_resident_of(self._group, request, part)]
+        copies, before = chain.table.copies[self._latent], self.released
+        clean = (copies[DEVICE, rows] == READY) & (copies[HOST, rows] == READY) & (chain.table.busy[rows] == 0)
+        for row in rows[clean][::-1].tolist():
+            if self.released - before >= missing:
+                break
+            if not _hot_for_all(self._state, self._engine, self._group, row, self.grants):
+                continue
+            if self._home_on_host(request, row):
+                self._release(row)
+        return self.released - before
+
+    def _home_on_host(self, request: Request, row: int) -> bool:
+        """Whether the span's mirror may become its home: promised to the request, shared, or there is room to spare."""
+        table, width = self._chain.table, int(self._chain.widths([row])[0])
+        if table.pins[row] > 1:
+            return True
+        host = self._chain.pool(self._latent, HOST)
+        resident = counted(self._chain, self._latent, request.chains[0].rows.array)[1] if request.homed_pages else width
+        promised = request.promised.get(host.name, 0)
+        if promised >= width and resident - width >= request.homed_pages:
+            request.promised[host.name] = promised - width
+            host.promised_slabs -= width
+            return True
+        if self._spare is None:
+            self._spare = spare_slabs(self._group, host)
+        if self._spare < width:
+            return False
+        self._spare -= width
+        request.homed_pages = max(0, request.homed_pages - width)
+        return True
+
+    def _release(self, row: int) -> None:
+        """Takes a span's latent pages out of HBM; every request that holds it tells its worker."""
+        name = self._chain.spec.classes[self._latent].name
+        pages = self._chain.table.drop(self._latent, DEVICE, row)
+        self.pool.settle(name, pages, PageState.DRAINING)
+        self._engine.covered.frees.append((self.pool.name, name, pages))
+        mark_dirty(self._state, self._group, 0, row)
+        self._state.counters["spill"] += 1
+        self.released += len(pages)
 
 
 def _hot_for_all(state: State, engine: Engine, group: Group, row: int, grants: list[HotGrant]) -> bool:
@@ -105,7 +167,7 @@ def _hot_for_all(state: State, engine: Engine, group: Group, row: int, grants: l
     if any((holder.engine, holder.epoch) != (engine.name, engine.epoch) for holder in holders):
         return False  # another epoch's kernels may still read it, and its fences are not ours
     for holder in holders:
-        if len(holder.hot) or holder.phase is Phase.CLOSING:
+        if len(holder.hot) or holder.phase is Phase.CLOSING or holder.retracted:
             continue
         try:
             take_hot(state, group, holder)
@@ -119,7 +181,8 @@ def _hot_for_all(state: State, engine: Engine, group: Group, row: int, grants: l
     return True
 
 
-def _resident_from(group: Group, request: Request, part: RequestChain) -> int:
+def first_resident_of(group: Group, request: Request, part: RequestChain) -> int:
+    """Ordinal of the first span of a request that must stay in HBM."""
     spec, table = part.chain.spec, part.chain.table
     assert group.spec.sparse is not None
     widths = part.chain.widths(part.rows.array).tolist()
@@ -127,33 +190,9 @@ def _resident_from(group: Group, request: Request, part: RequestChain) -> int:
     return first_resident(ends, widths, request.fenced_tokens, group.spec.sparse.tail_pages)
 
 
-def _may_release(chain: Chain, latent: int, row: int) -> bool:
-    copies = chain.table.copies[latent, :, row]
-    return bool(
-        copies[DEVICE] == READY and copies[HOST] == READY and chain.table.busy[row] == 0
-    )
-
-
-def _release(state: State, engine: Engine, group: Group, latent: int, row: int) -> int:
-    """Takes a span's latent pages out of HBM; every request that holds it tells its worker."""
-    chain = group.chains[0]
-    pool, name = chain.pool(latent, DEVICE), chain.spec.classes[latent].name
-    pages = chain.table.drop(latent, DEVICE, row)
-    pool.settle(name, pages, PageState.DRAINING)
-    engine.covered.frees.append((pool.name, name, pages))
-    for request in engine.requests.values():
-        ordinal = request.chains[0].ordinal(row)
-        if ordinal is not None:
-            request.dirty.add((0, ordinal))
-    state.counters["spill"] += 1
-    return len(pages)
-
-
 def residency_rows(engine: Engine, group: Group) -> list[ResidencyRows]:
     """What changed for running requests since their workers were last told."""
-    assert group.spec.sparse is not None
-    latent = group.class_index(group.chains[0], group.spec.sparse.latent_class)
-    rows = []
+    latent, rows = latent_class(group), []
     for request in engine.requests.values():
         if request.phase is not Phase.RUNNING or not request.dirty:
             continue
@@ -173,7 +212,7 @@ def _rows_of(request: Request, latent: int, changed: list[int]) -> ResidencyRows
         first = part.first_page(ordinal)
         ordinals.append(np.arange(first, first + width, dtype=np.int64))
         device.append(table.pages[latent, DEVICE, row, :width])
-        landed = table.copies[latent, HOST, row] == READY
+        landed = table.copies[latent, DEVICE, row] == ABSENT and table.copies[latent, HOST, row] == READY
         host.append(table.pages[latent, HOST, row, :width] if landed else np.full(width, NO_PAGE, np.int64))
     return ResidencyRows(
         request.request_id, spec.classes[latent].name, concat(ordinals), concat(device), concat(host)

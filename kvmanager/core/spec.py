@@ -109,9 +109,17 @@ class PoolSpec:
     extents: ExtentSpec | None = None
 
 
+class Residency(StrEnum):
+    """Where latent pages of running requests of a decode rank may lie."""
+
+    HYBRID = "hybrid"            # in HBM; released from the tail on when it runs short
+    ALWAYS_HOST = "always-host"  # on the host as soon as they are sealed and mirrored
+    OFFLOAD_ONLY = "offload-only"  # in HBM: a request fits there or waits
+
+
 @dataclass(frozen=True)
 class SparseSpec:
-    """Hybrid HiSparse: where latent pages may live on the host alone.
+    """HiSparse: where latent pages may live on the host alone.
 
     `hot_slabs`: slabs of one request's hot buffer. `tail_pages`: pages at the end that always stay resident.
     """
@@ -120,6 +128,7 @@ class SparseSpec:
     hot_class: str
     hot_slabs: int
     tail_pages: int = 2
+    residency: Residency = Residency.HYBRID
 
 
 @dataclass(frozen=True)
@@ -133,6 +142,15 @@ class GroupSpec:
     chains: tuple[ChainSpec, ...]
     pools: tuple[PoolSpec, ...]
     sparse: SparseSpec | None = None
+
+    @property
+    def swaps(self) -> bool:
+        """Whether kernels of running requests read rows of the host tier."""
+        return self.sparse is not None and self.sparse.residency is not Residency.OFFLOAD_ONLY
+
+    def floats(self, page_class: str) -> bool:
+        """Whether pages of the class may lie on the host alone while a request that holds them runs."""
+        return self.sparse is not None and self.swaps and page_class == self.sparse.latent_class
 
     @property
     def cache_only(self) -> bool:

@@ -37,6 +37,7 @@ COUNTERS = (
     "host_reclaim", "host_eviction", "writeback_bypass", "writeback_again", "writeback_cancelled", "summed_page",
     "checked_page", "bad_copy", "bad_pull", "restart_check",
     "acquire", "acquired_tokens", "store", "stored_tokens", "failed_load", "expired_lease", "extent_move",
+    "retraction", "resumption",
 )
 
 
@@ -45,7 +46,7 @@ class FenceEntry:
     """What happens once the work that a message covers is complete.
 
     commits: (request id, tokens). unpins: (chain index, rows). frees: (pool, class, pages). truncated: (request id,
-    chain index, row), one pin each. since: when the message came, ns.
+    chain index, row), one pin each. closes, retracts: request ids. since: when the message came, ns.
     """
 
     fence: dict[int, int]
@@ -55,11 +56,12 @@ class FenceEntry:
     frees: list[tuple[str, str, Int64Array]] = field(default_factory=list)
     closes: list[int] = field(default_factory=list)
     truncated: list[tuple[int, int, int]] = field(default_factory=list)
+    retracts: list[int] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
         """Nothing waits for it."""
-        return not (self.commits or self.unpins or self.frees or self.closes or self.truncated)
+        return not (self.commits or self.unpins or self.frees or self.closes or self.truncated or self.retracts)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from kvmanager.core.lifecycle import drop_request
 from kvmanager.core.opening import open_request
 from kvmanager.core.request import Phase, Request
 from kvmanager.core.residency import release_under_pressure, residency_rows
+from kvmanager.core.retract import resume, retract
 from kvmanager.core.sessions import end_turn
 from kvmanager.core.state import Engine, FenceEntry, State
 from kvmanager.core.tenants import NOBODY
@@ -99,15 +100,16 @@ def _apply(state: State, engine: Engine, event: Step) -> StepDone:
         opened.append(_open(state, engine, open_event))
     residency: list[ResidencyRows] = []
     hot: list[HotGrant] = []
-    if group.spec.sparse is not None:
+    if group.spec.swaps:
         hot = release_under_pressure(state, engine, group)
         residency = residency_rows(engine, group)
     return StepDone(event.number, tuple(opened), tuple(grown), tuple(residency), tuple(hot), tuple(errors))
 
 
 def _open(state: State, engine: Engine, event: Open) -> Opened:
+    retracted = event.request_id in engine.requests and engine.requests[event.request_id].retracted
     try:
-        return open_request(state, engine, event)
+        return resume(state, engine, event) if retracted else open_request(state, engine, event)
     except KVError as error:
         return Opened(event.request_id, "refused", error=error)
 
@@ -171,9 +173,12 @@ def _close(state: State, engine: Engine, entry: FenceEntry, close: Close) -> Non
     if request.phase is Phase.CLOSING:
         raise InvalidArgument(f"request {close.request_id} is closing already")
     assert close.closing in Closing
+    if close.closing is Closing.RETRACTED:
+        retract(state, entry, request)
+        return
     request.stop_reason, request.session_ends = close.stop_reason, close.session_ends
-    if request.phase is Phase.WAITING:
-        # Its engine was told of no page yet, so nothing of it can be in use; copies in flight keep theirs.
+    if request.phase in (Phase.WAITING, Phase.RETRACTED):
+        # Its engine knows of no page of it, so nothing of it can be in use; copies in flight keep theirs.
         drop_request(state, request)
         return
     request.phase = Phase.CLOSING

@@ -9,12 +9,13 @@ import numpy as np
 from kvmanager.core.admission import promises_hold, update_promises
 from kvmanager.core.events import SubmitPlan
 from kvmanager.core.group import Chain, Group
+from kvmanager.core.mirrors import lack, take_mirrors
 from kvmanager.core.movement import between_tiers
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.core.pool import Want
-from kvmanager.core.reclaim import NO_LOSSES, Losses, droppable
+from kvmanager.core.reclaim import NO_LOSSES, Losses, clean, droppable
 from kvmanager.core.rows import BoolArray, RowArray, RowQueue
-from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, READY
+from kvmanager.core.spans import DEVICE, FILLING, HOST
 from kvmanager.core.state import CopyJob, State
 from kvmanager.core.tenants import NOBODY, used_units
 from kvmanager.core.verification import copied_out
@@ -31,7 +32,8 @@ def pump_writeback(state: State, group: Group) -> None:
             continue
         most = _most_in_flight(state, group)
         while queue and number not in group.blocked and _in_flight(state, group, number) < most:
-            rows = _next_batch(state, group, number)
+            rows = _next_mirrors(state, group, number) if group.spec.swaps else []
+            rows = rows or _next_batch(state, group, number)
             group.asker = NOBODY
             if rows:
                 _submit(state, group, number, rows)
@@ -64,9 +66,10 @@ def _write_coldest(state: State, group: Group, number: int) -> None:
 
 
 def _clean_slabs(chain: Chain, page_class: int) -> int:
-    """Slabs of the class's device pool that are free, or would be without forgetting anything."""
+    """Slabs of the class's device pool that are free, or could be without forgetting anything."""
     pool = chain.pool(page_class, DEVICE)
-    pages = int(chain.widths(np.flatnonzero(droppable(chain, page_class, DEVICE))).sum())
+    rows = clean(chain, page_class) if chain.swaps else droppable(chain, page_class, DEVICE)
+    pages = int(chain.widths(np.flatnonzero(rows)).sum())
     return pool.free_slabs + pages // pool.per_slab(chain.page_class(page_class).name)
 
 
@@ -104,6 +107,22 @@ def _next_batch(state: State, group: Group, number: int) -> list[int]:
     return _take_in_turn(state, group, number)
 
 
+def _next_mirrors(state: State, group: Group, number: int) -> list[int]:
+    """Spans that requests hold, of the first batch of the queue, that got pages; without room they are tried later."""
+    chain, queue = group.chains[number], group.writeback[number]
+    wanting, looked_at = _wanting(group, chain, queue, state.limits.batch_spans)
+    held = [row for row in wanting if chain.table.pins[row]]
+    if not held:
+        return []
+    queue.take(looked_at)
+    queue.extend(row for row in wanting if not chain.table.pins[row])
+    rows, _ = _below_ceiling(group, chain, held)
+    group.asker = _one_tenant(group, chain, rows) if rows else NOBODY
+    taken = take_mirrors(state, group, chain, rows)
+    group.declined[number].extend(row for row in held if row not in taken)
+    return taken
+
+
 def _one_tenant(group: Group, chain: Chain, rows: list[int]) -> int:
     """The tenant of all of the spans; NOBODY where they are of several."""
     owners = np.unique(group.tenants.of(chain.table.namespace[rows]))
@@ -126,12 +145,22 @@ def _want_host_copy(group: Group, chain: Chain, rows: RowArray) -> BoolArray:
     table = chain.table
     wants = table.live[rows] & (table.valid[rows] > 0)
     # A span that nobody can find is worth a host page only where a running request may be pushed out to it.
-    if group.spec.sparse is None:
+    if not group.spec.swaps:
         wants &= table.published[rows]
+    wants |= table.live[rows] & _retracted(chain, rows)
+    if table.classes > 1:
+        wants &= table.busy[rows] == 0  # looked at again when the copy of another class has ended
     lacks = np.zeros(len(rows), bool)
     for c in range(table.classes):
-        lacks |= _lack(chain, c, rows)
+        lacks |= lack(chain, c, rows)
     return wants & lacks
+
+
+def _retracted(chain: Chain, rows: RowArray) -> BoolArray:
+    """Spans of requests that gave up their device pages, and of nobody else that uses them (bool[rows])."""
+    table = chain.table
+    gone: BoolArray = (table.anchored[rows] > 0) & (table.pins[rows] == table.anchored[rows])
+    return gone
 
 
 def _below_ceiling(group: Group, chain: Chain, spans: list[int]) -> tuple[list[int], list[int]]:
@@ -145,21 +174,12 @@ def _below_ceiling(group: Group, chain: Chain, spans: list[int]) -> tuple[list[i
         if not chain.has_host(c):
             continue
         pool = chain.pool(c, HOST)
-        units = np.where(_lack(chain, c, rows), chain.widths(rows) * pool.spaces[chain.page_class(c).name].units, 0)
+        units = np.where(lack(chain, c, rows), chain.widths(rows) * pool.spaces[chain.page_class(c).name].units, 0)
         for tenant in np.unique(owner).tolist():
             room = group.tenants.ceiling_units(tenant, pool) - used_units(group, pool, tenant)
             mine = owner == tenant
             fits[mine] &= np.cumsum(units[mine]) <= room
     return rows[fits].tolist(), rows[~fits].tolist()
-
-
-def _lack(chain: Chain, page_class: int, rows: RowArray) -> BoolArray:
-    """The class could have a host copy of the span, and has none (bool[rows])."""
-    if not chain.has_host(page_class):
-        return np.zeros(len(rows), bool)
-    copies = chain.table.copies[page_class]
-    lacks: BoolArray = (copies[DEVICE, rows] == READY) & (copies[HOST, rows] == ABSENT)
-    return lacks
 
 
 @dataclass(frozen=True)
@@ -178,21 +198,21 @@ def _choose(state: State, group: Group, chain: Chain, rows: list[int]) -> _Choic
     index = np.asarray(rows, np.int64)
     wants: dict[str, dict[str, int]] = {}
     for c in range(chain.table.classes):
-        lacking = index[_lack(chain, c, index)]
+        lacking = index[lack(chain, c, index)]
         if len(lacking):
             wants.setdefault(chain.pool(c, HOST).name, {})[chain.page_class(c).name] = int(chain.widths(lacking).sum())
     full = [name for name, pages in wants.items() if group.pools[name].lacking_slabs(Want(pages)) > 0]
     if not full:
         return _Choice(rows, [], wants)
-    if len(wants) > 1 or len(wants[full[0]]) > 1:
+    if len(wants) > 1:
         return None
-    (name,) = wants[full[0]]
-    found = state.reclaimers[group.spec.name].room_for(chain, group.pools[full[0]], name, index)
+    names = tuple(wants[full[0]])
+    found = state.reclaimers[group.spec.name].room_for(chain, group.pools[full[0]], names, index)
     if found is None:
         return None
     worth, losses = found
     declined = index[~np.isin(index, worth)].tolist()
-    pages = {full[0]: {name: int(chain.widths(worth).sum())}}
+    pages = {full[0]: dict.fromkeys(names, int(chain.widths(worth).sum()))}
     return _Choice(worth.tolist(), declined, pages, full[0], losses)
 
 
@@ -206,14 +226,14 @@ def _take_together(state: State, group: Group, chain: Chain, rows: list[int]) ->
     """Host pages for those of the spans that are worth them; None, and nothing done, when not all would fit."""
     table = chain.table
     index = np.asarray(rows, np.int64)
-    lacks = [_lack(chain, c, index) for c in range(table.classes)]
+    lacks = [lack(chain, c, index) for c in range(table.classes)]
     _borrow(state, group, chain, index)
     idle_rows = bool(((table.pins[index] == 0) & (table.busy[index] == 0)).any())
     # In flight from here on: what is chosen must not rely on anything that this keeps in place.
     for lacking in lacks:
         table.busy[index[lacking]] += 1
     choice = _choose(state, group, chain, rows)
-    if choice is None or (idle_rows and not promises_hold(group, choice.wants)):
+    if choice is None or ((idle_rows or group.spec.swaps) and not promises_hold(group, choice.wants)):
         for lacking in lacks:
             table.busy[index[lacking]] -= 1
         return None
@@ -233,7 +253,7 @@ def _take_together(state: State, group: Group, chain: Chain, rows: list[int]) ->
 def _borrow(state: State, group: Group, chain: Chain, rows: RowArray) -> None:
     """Where a host pool shares its region and lacks room for these spans, it may get more of it."""
     for c in range(chain.table.classes):
-        lacking = rows[_lack(chain, c, rows)] if chain.has_host(c) else rows[:0]
+        lacking = rows[lack(chain, c, rows)] if chain.has_host(c) else rows[:0]
         pool = chain.pool(c, HOST) if len(lacking) else None
         if pool is not None and pool.name in state.lenders:
             want = Want({chain.page_class(c).name: int(chain.widths(lacking).sum())})
@@ -267,11 +287,11 @@ def _take_host_pages(state: State, group: Group, chain: Chain, row: int) -> bool
     idle = table.pins[row] == 0 and table.busy[row] == 0
     # In flight from here on: neither this take nor a later one of the batch may evict it.
     table.busy[row] += 1
-    classes = [c for c in range(table.classes) if _lack(chain, c, np.asarray([row], np.int64))[0]]
+    classes = [c for c in range(table.classes) if lack(chain, c, np.asarray([row], np.int64))[0]]
     wants: dict[str, dict[str, int]] = {}
     for c in classes:
         wants.setdefault(chain.pool(c, HOST).name, {})[chain.page_class(c).name] = int(chain.widths([row])[0])
-    if idle and not promises_hold(group, wants):
+    if (idle or group.spec.swaps) and not promises_hold(group, wants):
         # What can be reclaimed was promised to somebody, and a span in flight can't be.
         table.busy[row] -= 1
         return False

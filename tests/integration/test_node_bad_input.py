@@ -255,7 +255,7 @@ def test_a_request_larger_than_the_pool_is_never_asked_to_come_again(engine: Att
             request_ids=pack_u64([1]), capacity_tokens=pack_u64([1]), committed_tokens=pack_u64([1]),
             rejected_tokens=pack_u32([0]), new_key_counts=pack_u32([3]), new_keys=b"x" * 16)},
          "16 bytes for 3 keys"),
-        ({"close": [pb.CloseRequest(request_id=1)]}, "FINISHED or ABORTED"),
+        ({"close": [pb.CloseRequest(request_id=1)]}, "FINISHED, ABORTED or RETRACTED"),
     ],
 )  # fmt: skip
 def test_arrays_that_do_not_fit_together(engine: AttachedEngine, fields: dict[str, object], words: str) -> None:

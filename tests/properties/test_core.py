@@ -177,7 +177,7 @@ class CoreMachine(RuleBasedStateMachine):
                 self.model.grown(held, grown.spans, grown.spans_kept)
 
     @precondition(lambda self: self.model.requests)
-    @rule(data=st.data(), closing=st.sampled_from(Closing))
+    @rule(data=st.data(), closing=st.sampled_from((Closing.FINISHED, Closing.ABORTED)))
     def close(self, data: st.DataObject, closing: Closing) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.model.requests)))
         self.step(closes=(Close(request_id, closing, "end_turn"),))

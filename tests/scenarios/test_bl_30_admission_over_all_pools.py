@@ -1,4 +1,7 @@
-"""BL-30: a request is admitted for all its pools and its declared growth, or waits; refusals cost nothing."""
+"""BL-30: a request is admitted for all its pools and its declared growth, or waits; refusals cost nothing.
+
+Host and HBM together must hold it: here HBM has room for indexers, hot buffers and tails, and little more.
+"""
 
 from kvmanager.core.events import TicketInfo
 from kvmanager.core.pool import PageState
@@ -8,7 +11,7 @@ from tests.sim.worlds import Regions, hisparse, sharded
 ROWS = 4
 
 
-def decode(host_pages: int, slabs: int = 60) -> tuple[Driver, Client]:
+def decode(host_pages: int, slabs: int = 20) -> tuple[Driver, Client]:
     driver = Driver([hisparse(Regions({}), "d", slabs, host_pages)])
     return driver, Client(driver, "d")
 
@@ -26,17 +29,18 @@ def test_two_fit_the_host_and_the_third_waits() -> None:
             assert all(grown.error is None for grown in reply.grown)
             client.run()
             driver.end_all()
-    assert driver.pool("d/host").promised_slabs == 0
+    assert driver.pool("d/host").promised_slabs == 10, "homes of as many resident pages, whose mirrors may be taken"
     client.close(0)
     client.run()
     assert client.open(9, 3 * ROWS, "c", growth=2 * ROWS).state == "runnable"
     driver.leave(client)
 
 
-def test_a_prompt_longer_than_the_host_is_refused_for_good() -> None:
-    driver, client = decode(10)
+def test_a_prompt_longer_than_host_and_hbm_is_refused_for_good() -> None:
+    """11 latent pages are 6 slabs of indexer pages and a hot buffer of 2 besides."""
+    driver, client = decode(10, slabs=18)
     refused = client.open(1, 11 * ROWS, "a")
-    assert refused.error.needed == 11
+    assert (refused.error.pool, refused.error.needed) == ("d/hbm", 11 + 6 + 2)
     assert "make the pool larger or the request shorter" in str(refused.error)
     assert refused.error.retry_after_ns == 0
     driver.leave(client)
@@ -52,6 +56,24 @@ def test_fifty_refusals_leave_nothing_behind() -> None:
     client.run()
     driver.end_all()
     assert client.open(60, 9 * ROWS, "good").state == "runnable"
+    driver.leave(client)
+
+
+def test_a_prompt_longer_than_the_host_stays_in_hbm_with_what_the_host_lacks() -> None:
+    """No host page is needed for a page that stays resident: 40 pages on 30 of the host, and growth to 50."""
+    driver, client = decode(30, slabs=70)
+    tokens = 40 * ROWS
+    assert client.open(1, tokens, "a", growth=10 * ROWS, ticket=TicketInfo("t", "peer", tokens, 1)).state == "waiting"
+    driver.end_all()
+    keys = chain_keys("a", 50)
+    for have in range(tokens, tokens + 10 * ROWS):
+        new = keys[(have - 1) // ROWS * 16 : have // ROWS * 16] if have > tokens else b""
+        reply = client.commit(1, have, have + 1, new)
+        assert not reply.errors
+        assert all(grown.error is None for grown in reply.grown)
+        client.run()
+        driver.end_all()
+    assert driver.pool("d/host").promised_slabs <= 30
     driver.leave(client)
 
 

@@ -44,16 +44,16 @@ class BytesDriver(Driver):
         for spec in self.specs:
             pools = {p.name: p for p in spec.pools}
             for c in (c for chain in spec.chains for c in chain.classes):
-                sizes.update(dict.fromkeys(c.device_regions, pools[c.device_pool].slabs * c.page_bytes))
-                if c.host_pool:
-                    sizes.update(dict.fromkeys(c.host_regions, pools[c.host_pool].slabs * c.page_bytes))
+                for name, regions in ((c.device_pool, c.device_regions), (c.host_pool, c.host_regions)):
+                    if name:
+                        sizes.update(dict.fromkeys(regions, pools[name].slabs * pools[name].slab_bytes))
         self.memory = Memory(sizes)
 
     def apply(self, event: Event, passes: int = 1_000) -> object:
         before = self._taken()
         answer = super().apply(event, passes)
         for regions, page_bytes, generations, state in self._spaces():
-            old = before[regions]
+            old = before[regions, page_bytes]
             freed = (old != 0) & ((state == PageState.FREE) | (generations != old))
             for page in np.flatnonzero(freed).tolist():
                 for region in regions:
@@ -70,9 +70,12 @@ class BytesDriver(Driver):
                         found.append((regions, c.page_bytes, space.generation, space.state))
         return found
 
-    def _taken(self) -> dict[tuple[int, ...], np.ndarray]:
-        """Generations of pages in use by regions, 0 for free ones."""
-        return {regions: np.where(state != PageState.FREE, made, 0) for regions, _, made, state in self._spaces()}
+    def _taken(self) -> dict[tuple[tuple[int, ...], int], np.ndarray]:
+        """Generations of pages in use by regions and page bytes, 0 for free ones."""
+        return {
+            (regions, page_bytes): np.where(state != PageState.FREE, made, 0)
+            for regions, page_bytes, made, state in self._spaces()
+        }
 
     def end(self, plan_id: int, outcome: CopyOutcome = CopyOutcome.DONE, error: KVError | None = None) -> None:
         plan = self.plans.get(plan_id)

@@ -41,6 +41,7 @@ from kvmanager.errors import (
     TransferError,
     UnknownRequest,
 )
+from tests.sim import retracts
 from tests.sim.content import PAGE_ROWS, Text, next_text
 from tests.sim.harness import World
 from tests.sim.published import learn
@@ -101,6 +102,7 @@ class SimEngine:
         self.pending: Pending | None = None
         self.last: tuple[Step, StepDone] | None = None
         self.refused: SimRequest | None = None
+        self.retracted: dict[int, SimRequest] = {}
 
     # --------------------------------------------------------------------------- messages
 
@@ -110,7 +112,8 @@ class SimEngine:
 
     def _compose(self) -> Pending:
         self._read_notices()
-        return self._message(self._progress(), self._closes(), self._opens())
+        progress, closes = self._progress(), self._closes()
+        return self._message(progress, [*closes, *retracts.choose(self, {c.request_id for c in closes})], self._opens())
 
     def send(
         self, progress: list[Progress], closes: list[Close] | None = None,
@@ -143,13 +146,16 @@ class SimEngine:
         # A reply brings the notices not seen yet; one may have refused what the message closes.
         self._read_notices()
         gone = {close.request_id for close in pending.closes} - self.requests.keys()
-        assert all(e.request_id in gone and isinstance(e.error, UnknownRequest) for e in reply.errors), reply.errors
+        kept = retracts.kept(pending.closes, reply)
+        others = [e for e in reply.errors if e.request_id not in kept]
+        assert all(e.request_id in gone and isinstance(e.error, UnknownRequest) for e in others), reply.errors
         for said in pending.message.progress:
             self.requests[said.request_id].starved = False
         for grown in reply.grown:
             self._grown(grown)
         for closed in pending.closes:
-            self.requests.pop(closed.request_id, None)
+            if closed.request_id not in kept:
+                retracts.closed(self, closed)
         for rows in reply.residency:
             self.requests[rows.request_id].residency(rows)
         for hot in reply.hot:
@@ -225,9 +231,12 @@ class SimEngine:
             if isinstance(answer.error, InvalidArgument):
                 assert "open already" in str(answer.error)
             self.requests.pop(request.request_id, None)
-            if isinstance(answer.error, CapacityError):
+            if request.request_id in self.retracted:
+                assert isinstance(answer.error, CapacityError), answer
+            elif isinstance(answer.error, CapacityError):
                 self.refused = request
             return
+        self.world.happened["resumed"] += self.retracted.pop(request.request_id, None) is not None
         self.requests[request.request_id] = request
         if answer.state == "waiting":
             request.waiting = True
@@ -307,13 +316,19 @@ class SimEngine:
             if self.draw.random() < (0.5 if finished else 0.06):
                 stopped = self.draw.choice(("", "tool_use", "end_turn"))
                 ends = self.draw.random() < 0.05
-                found.append(Close(request.request_id, self.draw.choice(list(Closing)), stopped, ends))
+                closing = self.draw.choice((Closing.FINISHED, Closing.ABORTED))
+                found.append(Close(request.request_id, closing, stopped, ends))
         return found
 
     def _opens(self) -> list[tuple[Open, SimRequest]]:
         found: list[tuple[Open, SimRequest]] = []
         while len(self.requests) + len(found) < self.most and self.draw.random() < 0.45:
-            taken = {*self.requests, *(o.request_id for o, _ in found)}
+            taken = {*self.requests, *self.retracted, *(o.request_id for o, _ in found)}
+            back = [r for r in self.retracted.values() if all(o.request_id != r.request_id for o, _ in found)]
+            if back and self.draw.random() < 0.6:
+                again = self.draw.choice(back)
+                found.append((retracts.resume(again), again))
+                continue
             found.append(self._open(self.draw.choice([i for i in IDS if i not in taken])))
         return found
 
@@ -463,7 +478,7 @@ class SimEngine:
             self.resume_stream()
         if not self.stale:
             self._read_notices()
-            closes = tuple(Close(r, Closing.FINISHED) for r in self.requests)
+            closes = tuple(Close(r, Closing.FINISHED) for r in (*self.requests, *self.retracted))
             fence = {r.attach_id: self.value for r in self.ranks}
             reply = self.world.apply(Step(self.name, self.epoch, self.number + 1, self.seen, fence, closes=closes))
             assert isinstance(reply, StepDone)

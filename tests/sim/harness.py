@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +31,7 @@ from kvmanager.core.node import Node
 from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.core.pool import PageState
 from kvmanager.core.spec import GroupSpec, Limits, PageClass, Placement
+from kvmanager.core.state import CheckJob, CopyJob
 from kvmanager.errors import KVError
 from kvmanager.transport.cpu import copy_piece
 from tests.sim import pulls, rot, tenancy
@@ -64,13 +65,17 @@ class RegionUse:
 
 @dataclass
 class Flight:
-    """A plan the mover has. `early`: bytes move at once; else when it ends. `done`: they have moved."""
+    """A plan the mover has. `early`: bytes move at once; else when it ends. `done`: they have moved.
+
+    targets: what its target regions are to it.
+    """
 
     plan: CopyPlan
     claims: list[Claim]
     early: bool
     done: bool = False
     cancelled: bool = False
+    targets: dict[int, RegionUse] = field(default_factory=dict)
 
 
 class World:
@@ -118,7 +123,9 @@ class World:
                     self.uses.setdefault(region, [RegionUse(group, c.device_pool, c)])
                 for share, region in enumerate(c.host_regions):
                     use = RegionUse(group, c.host_pool, c, share if shares > 1 else 0, shares)
-                    self.uses.setdefault(region, []).append(use)
+                    uses = self.uses.setdefault(region, [])
+                    if all(other.pool != use.pool for other in uses):
+                        uses.append(use)
 
     def _use(self, region: int, offset: int) -> RegionUse:
         """Whose page lies there now."""
@@ -205,14 +212,22 @@ class World:
 
     # ------------------------------------------------------------------------------- mover
 
-    def claims(self, copies: Iterable[StridedCopies]) -> list[Claim]:
+    def use_of(self, region: int, offset: int, plan_id: int | None) -> RegionUse:
+        """The region as a plan uses it: where several classes share it, the plan's own class says which."""
+        use = self._use(region, offset)
+        job = self.node.state.jobs.get(plan_id) if plan_id is not None else None
+        if not isinstance(job, CopyJob | CheckJob):
+            return use
+        return replace(use, page_class=use.group.chains[job.chain].page_class(job.page_class))
+
+    def claims(self, copies: Iterable[StridedCopies], plan_id: int | None = None) -> list[Claim]:
         """Pages that copies touch, source and target, as they are now."""
         found = []
         for c in copies:
             for region, offsets in ((c.source_region, c.source_offsets), (c.target_region, c.target_offsets)):
                 if len(offsets) == 0:
                     continue
-                use = self._use(region, int(offsets[0]))
+                use = self.use_of(region, int(offsets[0]), plan_id)
                 size = use.page_class.page_bytes
                 pages = 1 if c.counts else max(1, -(-c.row_bytes // size))
                 first = offsets // size
@@ -226,7 +241,12 @@ class World:
             for c in plan.pieces():
                 for offset in c.target_offsets.tolist():
                     self.memory.poison(c.target_region, offset, c.row_bytes)
-        flight = Flight(plan, self.claims(plan.pieces()), self.draw.random() < 0.5)
+        flight = Flight(plan, self.claims(plan.pieces(), plan.plan_id), self.draw.random() < 0.5)
+        flight.targets = {
+            c.target_region: self.use_of(c.target_region, int(c.target_offsets[0]), plan.plan_id)
+            for c in plan.pieces()
+            if len(c.target_offsets)
+        }
         self.flights[plan.plan_id] = flight
         if flight.early:
             self._move(flight)
@@ -255,7 +275,7 @@ class World:
         elif outcome is CopyOutcome.FAILED and not flight.done:
             self._move(flight, 0.5)
         elif outcome is CopyOutcome.UNKNOWN_FATE:
-            self.late.append(Flight(flight.plan, [], False))
+            self.late.append(Flight(flight.plan, [], False, targets=flight.targets))
         sums = rot.summed(self, flight.plan) if outcome is CopyOutcome.DONE else None
         self.apply(PlanEnded(plan_id, outcome, sums=sums))
         if self.draw.random() < 0.1:
@@ -278,7 +298,7 @@ class World:
             if (claim.pool.spaces[claim.page_class].state[claim.pages] != PageState.QUARANTINED).any():
                 raise WrongKV(f"late bytes of a pull land in pages of {claim.pool.name} that are in use again")
         for c in flight.plan.pieces():
-            use = self._use(c.target_region, int(c.target_offsets[0]))
+            use = flight.targets.get(c.target_region) or self._use(c.target_region, int(c.target_offsets[0]))
             size = use.page_class.page_bytes
             pages = (c.target_offsets[:, None] // size + np.arange(max(1, c.row_bytes // size))).ravel()
             state = use.group.pools[use.pool].spaces[use.page_class.name].state[pages * use.stride + use.share]

@@ -33,7 +33,7 @@ ACTIONS = {
     "crash": 2, "get_on": 1.5, "reset": 0.2, "rot": 1, "check": 0.3, "pin": 0.6, "unpin": 0.4,
     "evict": 0.3,
 }  # fmt: skip
-MORE = {"handoff": {"export": 20, "pull": 40}, "many": {"export": 20, "pull": 40}}
+MORE = {kind: {"export": 20, "pull": 40} for kind in ("handoff", "many", "pressure")}
 PLAN_ENDS = [CopyOutcome.DONE] * 17 + [CopyOutcome.FAILED, CopyOutcome.CANCELLED, CopyOutcome.UNKNOWN_FATE]
 FINISH = -1
 """Number of the last action: everybody leaves, all leases expire, nothing may be left."""

@@ -15,6 +15,7 @@ from kvmanager.core.spec import (
     PageClass,
     Placement,
     PoolSpec,
+    Residency,
     SparseSpec,
     TenantSpec,
 )
@@ -110,21 +111,37 @@ def replicated(
 
 
 def hisparse(
-    regions: Regions, name: str, slabs: int, host_pages: int, arrival: TokenOrder = SOURCE_ORDER, hot: int = 2
-) -> GroupSpec:
-    """A decode rank: latent, indexer and hot pages share slabs; latents reach the host."""
+    regions: Regions, name: str, slabs: int, host_pages: int, arrival: TokenOrder = SOURCE_ORDER, hot: int = 2,
+    residency: Residency = Residency.HYBRID, offload: int | None = 0,
+) -> GroupSpec:  # fmt: skip
+    """A decode rank: latent, indexer and hot pages share slabs, and so do latents and indexers on the host.
+
+    `offload`: slabs for indexers alone, beside `host_pages` for latents alone (a strict split); 0: one region; None:
+    indexers never leave.
+    """
     latents, indexers = latent_layout(FORMAT, PAGE_ROWS), indexer_layout(FORMAT, PAGE_ROWS)
     slab = FORMAT.slab_bytes(PAGE_ROWS)
     device, host = regions.add(1, slabs * slab), regions.add(1, host_pages * slab)
     hbm, ram = f"{name}/hbm", f"{name}/host"
-    classes = (PageClass("latent", latents, hbm, device, ram, host), PageClass("indexer", indexers, hbm, device))
-    chain = ChainSpec("main", Placement.SHARDED, 1, PAGE_ROWS, SEQUENTIAL, arrival, classes)
-    per_slab = (("latent", 1), ("indexer", slab // indexers.page_bytes), ("hot", 1))
-    pools = (
-        PoolSpec(hbm, "device", 1, slabs, slab, per_slab),
-        PoolSpec(ram, "host", 1, host_pages, slab, (("latent", 1),)),
+    latent, indexer = ("latent", 1), ("indexer", slab // indexers.page_bytes)
+    pools = [PoolSpec(hbm, "device", 1, slabs, slab, (latent, indexer, ("hot", 1)))]
+    second, where = ram, host
+    if offload:
+        second, where = f"{name}/offload", regions.add(1, offload * slab)
+        pools.append(PoolSpec(ram, "host", 1, host_pages, slab, (latent,)))
+        pools.append(PoolSpec(second, "host", 1, offload, slab, (indexer,)))
+    else:
+        shared = (latent,) if offload is None else (latent, indexer)
+        pools.append(PoolSpec(ram, "host", 1, host_pages, slab, shared))
+    if offload is None:
+        second, where = "", ()
+    classes = (
+        PageClass("latent", latents, hbm, device, ram, host),
+        PageClass("indexer", indexers, hbm, device, second, where),
     )
-    return GroupSpec(name, 1, PAGE_ROWS, FORMAT, (chain,), pools, SparseSpec("latent", "hot", hot))
+    chain = ChainSpec("main", Placement.SHARDED, 1, PAGE_ROWS, SEQUENTIAL, arrival, classes)
+    sparse = SparseSpec("latent", "hot", hot, residency=residency)
+    return GroupSpec(name, 1, PAGE_ROWS, FORMAT, (chain,), tuple(pools), sparse)
 
 
 def sharing(
@@ -184,6 +201,21 @@ def _overbooked(regions: Regions, draw: random.Random) -> Nodes:
     return [[sharded(regions, "main", draw.randint(8, 14), draw.choice((8, 20, 50)))]]
 
 
+def _pressure(regions: Regions, draw: random.Random) -> Nodes:
+    """Decode ranks with hardly more memory than a request or two needs, of all kinds of residency and host split."""
+    source = sharded(regions, "prefill", draw.randint(12, 20), draw.randint(6, 20))
+    arrivals = [SOURCE_ORDER, SEQUENTIAL, SEQUENTIAL]
+    kinds = [Residency.HYBRID, draw.choice((Residency.HYBRID, Residency.ALWAYS_HOST)), draw.choice(list(Residency))]
+    ranks = [
+        hisparse(
+            regions, f"rank{i}", draw.randint(18, 40), draw.randint(10, 50), arrival, residency=kind,
+            offload=draw.choice((0, 0, 4)),
+        )
+        for i, (arrival, kind) in enumerate(zip(arrivals, kinds, strict=True))
+    ]  # fmt: skip
+    return [[source], ranks]
+
+
 def _tenants(regions: Regions, draw: random.Random) -> Nodes:
     """Two engines of two tenants in one group: one has a floor, the other a ceiling and the higher priority."""
     return [[sharded(regions, "main", draw.randint(10, 18), draw.choice((8, 20, 50)))]]
@@ -201,7 +233,7 @@ def _shared(regions: Regions, draw: random.Random) -> Nodes:
 
 def _shared_decode(regions: Regions, draw: random.Random) -> Nodes:
     """Two decode ranks whose latents are promised places in one host region."""
-    groups = [hisparse(regions, name, draw.randint(30, 60), 1, SEQUENTIAL) for name in ("left", "right")]
+    groups = [hisparse(regions, name, draw.randint(30, 60), 1, SEQUENTIAL, offload=None) for name in ("left", "right")]
     extents = draw.randint(8, 14)
     limits = [(draw.randint(0, 2), draw.randint(extents - 2, extents)) for _ in range(2)]
     return [sharing(regions, groups, extents, 8 * groups[0].pools[1].slab_bytes, limits)]
@@ -210,6 +242,7 @@ def _shared_decode(regions: Regions, draw: random.Random) -> Nodes:
 KINDS: dict[str, Callable[[Regions, random.Random], Nodes]] = {
     "sharded": _one_sharded, "two-chains": _two_chains, "handoff": _handoff, "many": _many,
     "overbooked": _overbooked, "tenants": _tenants, "shared": _shared, "shared-decode": _shared_decode,
+    "pressure": _pressure,
 }  # fmt: skip
 _TENANTS = (TenantSpec("a", floor=0.3), TenantSpec("b", ceiling=0.6, priority=1))
 _OTHER_LIMITS: dict[str, dict[str, Any]] = {

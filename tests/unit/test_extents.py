@@ -205,7 +205,7 @@ def test_spans_that_a_request_reads_from_the_device_lose_their_host_copies_only(
 
 def decode_pair(extents: int) -> Driver:
     """Two decode ranks whose latents are promised places in one region; extents of 8 latents."""
-    groups = [hisparse(Regions({1: 0}), name, 60, 1, SEQUENTIAL) for name in ("left", "right")]
+    groups = [hisparse(Regions({1: 0}), name, 60, 1, SEQUENTIAL, offload=None) for name in ("left", "right")]
     slab = groups[0].pools[1].slab_bytes
     return Driver(sharing(Regions({1: 0}), groups, extents, 8 * slab, [(0, extents)] * 2), Limits())
 

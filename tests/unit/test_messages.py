@@ -118,7 +118,7 @@ def test_keys_that_do_not_divide(counts: list[int], data: bytes) -> None:
 def test_a_fence_of_two_lengths_and_a_close_without_reason() -> None:
     with pytest.raises(InvalidArgument, match="fence: 1 attach_ids, 2 values"):
         step_event("e", pb.StepRequest(fence=pb.Fence(attach_ids=pack_u64([1]), values=pack_u64([1, 2]))))
-    with pytest.raises(InvalidArgument, match="close of request 5: reason must be FINISHED or ABORTED"):
+    with pytest.raises(InvalidArgument, match="close of request 5: reason must be FINISHED, ABORTED or RETRACTED"):
         step_event("e", pb.StepRequest(close=[pb.CloseRequest(request_id=5)]))
 
 
