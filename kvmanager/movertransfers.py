@@ -87,11 +87,12 @@ class MoverTransfers:
     def poll(self) -> list[Completion]:
         """Moves everything on; the pulls that ended."""
         if self._service is not None:
-            self._service.poll()
+            self._service.serve()
         if self._pulls is not None:
             return self._pulls.poll()
         if self._service is not None:
-            self._reads.poll()  # messages of peers come in here
+            read = self._reads.poll()  # messages of peers come in here
+            assert not read, f"{len(read)} reads ended that no pull asked for"
         return []
 
     def next_poll_s(self) -> float | None:

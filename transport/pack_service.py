@@ -89,7 +89,7 @@ class PackService:
         elif peer in self._asks:
             self._asks[peer] = deque(each for each in self._asks[peer] if each[0].ask_id != ask_id)
 
-    def poll(self) -> None:
+    def serve(self) -> None:
         """Packs on."""
         now = self._clock_ns()
         for key, slot in list(self._slots.items()):

@@ -174,7 +174,7 @@ class Source(Role):
                 name, *arguments = json.loads(line)
                 say(**getattr(self, name)(*arguments))
             self.reads.poll()
-            self.service.poll()
+            self.service.serve()
 
     def pack(self) -> dict[str, Any]:
         """Bytes a second of packing alone."""
