@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 import urllib.request
@@ -12,6 +13,8 @@ import pytest
 from kv_router import Router
 from nodes_support import (
     GROUP,
+    LAYOUT,
+    RANKS,
     ROWS,
     SPAN,
     Node,
@@ -27,7 +30,10 @@ from nodes_support import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvmanager.clients.attached_engine import AttachedEngine
+from kvmanager.clients.engine import RequestStep
 from kvmanager.demo.nodes import NAMESPACE
+from kvmanager.protos import kvmanager_pb2 as pb
 
 TOPIC = "kv-test"
 
@@ -177,4 +183,49 @@ def test_a_stream_of_another_model_hears_nothing(tmp_path: Path) -> None:
             assert router.cleared == 1
             assert not any(router.blocks.values())
         finally:
+            router.close()
+
+
+def cbor_keys(tokens: list[int], block: int) -> list[bytes]:
+    """vLLM's sha256_cbor chain: h0 = H("vllm-none-hash"), h_i = H([h_(i-1), [tokens], null]); H = sha256 of CBOR."""
+
+    def number(major: int, value: int) -> bytes:
+        if value < 24:
+            return bytes([major << 5 | value])
+        return bytes([major << 5 | 24, value]) if value < 256 else bytes([major << 5 | 25]) + value.to_bytes(2, "big")
+
+    last = hashlib.sha256(number(3, 14) + b"vllm-none-hash").digest()
+    keys = []
+    for at in range(0, len(tokens) // block * block, block):
+        part = tokens[at : at + block]
+        text = number(4, 3) + number(2, 32) + last + number(4, block) + b"".join(number(0, t) for t in part) + b"\xf6"
+        last = hashlib.sha256(text).digest()
+        keys.append(last)
+    return keys
+
+
+@pytest.mark.parametrize("hashes", ["bytes", "int"])
+def test_keys_of_vllm_are_told_as_they_are(tmp_path: Path, hashes: str) -> None:
+    """A namespace of sha256_cbor, 32 bytes at the engine's block size: events carry vLLM's own hashes."""
+    namespace = pb.Namespace()
+    namespace.CopyFrom(NAMESPACE)
+    namespace.key_hash, namespace.key_bytes = "sha256_cbor", 32
+    tokens = tokens_of(1, 2 * SPAN)
+    keys = cbor_keys(tokens.tolist(), ROWS)
+    more = stream_toml(tmp_path, more=f'hashes = "{hashes}"')
+    with node(tmp_path, "cbor", prefill_toml, more=more) as running:
+        router = Streamed(running, tmp_path).router()
+        engine = AttachedEngine(
+            running.runtime_dir, "vllm", group=GROUP, namespace=namespace, layouts=[LAYOUT], ranks=RANKS
+        )
+        try:
+            engine.open(pb.OpenRequest(request_id=1, prompt_tokens=len(tokens), prompt_keys=b"".join(keys)))
+            engine.step([RequestStep(1, len(tokens), len(tokens))])
+            engine.step(closes=[pb.CloseRequest(request_id=1, reason=pb.FINISHED)])
+            told = set(keys) if hashes == "bytes" else {int.from_bytes(key[-8:], "big") for key in keys}
+            wait_for(lambda: router.hear() >= 0 and router.blocks == {"GPU": told, "CPU": told})
+            last = keys[-1] if hashes == "bytes" else int.from_bytes(keys[-1][-8:], "big")
+            assert len(router.path(last)) == len(keys)
+        finally:
+            engine.close()
             router.close()
