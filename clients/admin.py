@@ -17,6 +17,7 @@ from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.wire import ERROR_METADATA_KEY, error_from_rpc
 
 CALL_TIMEOUT_S: Final = 10.0
+FSCK_S: Final = 120.0
 R = TypeVar("R", bound=Message)
 
 
@@ -32,6 +33,7 @@ class AdminClient:
         self._attachment = attach(runtime_dir, "operator", "admin", timeout_s)
         self._channel = grpc_channel(self._attachment)
         self._stub = pb_grpc.AdminStub(self._channel)
+        self._operator = pb_grpc.OperatorStub(self._channel)
 
     def status(self) -> pb.StatusReply:
         """The node, its engines, movers and counters."""
@@ -65,6 +67,47 @@ class AdminClient:
         """Forgets all that a group has cached, in all tiers; what requests hold goes when they end."""
         return self._call(self._stub.Reset, pb.ResetRequest(group=group), pb.ResetReply)
 
+    def transfers(self) -> pb.TransfersReply:
+        """Plans and pulls under way."""
+        return self._call(self._operator.Transfers, pb.TransfersRequest(), pb.TransfersReply)
+
+    def explain(self, kind: str, named: str) -> pb.ExplainReply:
+        """The story of a page, request, refusal or miss. Raises InvalidArgument, UnknownRequest."""
+        return self._call(self._operator.Explain, pb.ExplainRequest(kind=kind, id=named), pb.ExplainReply)
+
+    def fsck(self, checksum_spans: int = 0) -> pb.FsckReply:
+        """Checks everything on a copy; reads at most so many spans' host copies again."""
+        return self._call(self._operator.Fsck, pb.FsckRequest(checksum_spans=checksum_spans), pb.FsckReply, FSCK_S)
+
+    def cordon(self, why: str) -> pb.CordonReply:
+        """Lets nothing new in, or with an empty `why` does again."""
+        return self._call(self._operator.Cordon, pb.CordonRequest(why=why), pb.CordonReply)
+
+    def evict(self, request: pb.EvictRequest) -> pb.EvictReply:
+        """Forgets cached content that nobody uses."""
+        return self._call(self._operator.Evict, request, pb.EvictReply)
+
+    def pin(self, pin_id: str, group: str, key: str) -> pb.PinStatus:
+        """Keeps the prefix whose last segment's key begins with these hex digits."""
+        return self._call(self._operator.Pin, pb.PinRequest(pin_id=pin_id, group=group, key=key), pb.PinStatus)
+
+    def unpin(self, pin_id: str) -> pb.PinStatus:
+        """Takes a pin away. Raises UnknownLease."""
+        return self._call(self._operator.Unpin, pb.UnpinRequest(pin_id=pin_id), pb.PinStatus)
+
+    def pins(self) -> pb.PinsReply:
+        """All pins."""
+        return self._call(self._operator.Pins, pb.PinsRequest(), pb.PinsReply)
+
+    def loglevel(self, level: str, logger: str = "") -> pb.LogLevelReply:
+        """Changes what the daemon logs."""
+        request = pb.LogLevelRequest(level=level, logger=logger)
+        return self._call(self._operator.SetLogLevel, request, pb.LogLevelReply)
+
+    def config(self) -> pb.ConfigReply:
+        """What the daemon runs with."""
+        return self._call(self._operator.Config, pb.ConfigRequest(), pb.ConfigReply)
+
     def close(self) -> None:
         """Leaves the node."""
         self._channel.close()
@@ -78,9 +121,11 @@ class AdminClient:
     ) -> None:
         self.close()
 
-    def _call(self, method: Callable[..., Any], request: Message, reply_type: type[R]) -> R:
+    def _call(
+        self, method: Callable[..., Any], request: Message, reply_type: type[R], timeout_s: float = 0.0
+    ) -> R:
         try:
-            reply = method(request, timeout=self._timeout_s)
+            reply = method(request, timeout=max(self._timeout_s, timeout_s))
         except grpc.RpcError as error:
             if _nobody_answered(error):
                 raise NotReady(f"the daemon in {self._runtime_dir} does not answer; is it stopping?") from error

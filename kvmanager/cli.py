@@ -1,6 +1,7 @@
 """`kvmanager`: run a node, look at a node, run the demo.
 
-Exit codes: 0 ok, 1 failed, 2 wrong usage, 3 the node can't be reached, 78 the configuration can't be used.
+Exit codes: 0 ok, 1 failed or refused, 2 wrong usage, 3 the node can't be reached, 4 fsck found something broken, 78 the
+configuration can't be used.
 """
 
 from __future__ import annotations
@@ -10,92 +11,34 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import typer
-from google.protobuf.message import Message
-from rich.console import Console, RenderableType
+from rich.console import Console
 
-from kvmanager import __version__, lockfile, refusal, screens
-from kvmanager.clients.admin import AdminClient, to_plain
+from kvmanager import __version__, lockfile, operatecli, refusal, screens
+from kvmanager.clibase import AsJson, ConfigFile, RuntimeDir, find_node, one_line_errors, print_json, show
+from kvmanager.clients.admin import AdminClient
 from kvmanager.config import NodeConfig
-from kvmanager.errors import ConfigError, KVError, NotReady
-from kvmanager.exitcodes import EXIT_CONFIG, EXIT_FAILED
+from kvmanager.errors import KVError, NotReady
+from kvmanager.exitcodes import EXIT_FAILED
 from kvmanager.runtime_dir import KEEPER_LOCK
 from kvmanager.sizing import size_of
 from kvmanager.units import format_bytes
 
-EXIT_UNREACHABLE: Final = 3
 UPGRADE_S: Final = 60.0
-
-R = TypeVar("R", bound=Message)
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-RuntimeDir = Annotated[Path | None, typer.Option(help="The node's runtime directory.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="The node's configuration, to find it.")]
 
 app = typer.Typer(
     help="The KV-cache memory of this machine: run a node, look at it, run the demo.\n\n"
-    "Exit codes: 0 ok, 1 failed, 2 wrong usage, 3 the node can't be reached, 78 the configuration can't be used.",
+    "Exit codes: 0 ok, 1 failed or refused, 2 wrong usage, 3 the node can't be reached, 4 fsck found something broken, "
+    "78 the configuration can't be used.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(help="Look at a configuration without running it.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Typed errors become one line on stderr and the documented exit code."""
-    try:
-        yield
-    except KVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        codes = {ConfigError: EXIT_CONFIG, NotReady: EXIT_UNREACHABLE}
-        raise typer.Exit(codes.get(type(error), EXIT_FAILED)) from error
-
-
-def _find_node(runtime_dir: Path | None, config: Path | None) -> Path:
-    if (runtime_dir is None) == (config is None):
-        raise typer.BadParameter("say which node: either --runtime-dir DIR or --config FILE")
-    if runtime_dir is not None:
-        return runtime_dir
-    assert config is not None, "one of the two is set"
-    return NodeConfig.from_file(config).node.runtime_dir
-
-
-def _admin(where: Path) -> AdminClient:
-    """An operator's client. Raises NotReady, with the keeper's word on why no daemon serves where it has left one."""
-    try:
-        return AdminClient(where)
-    except NotReady as error:
-        note = refusal.read(where)
-        raise error if note is None else NotReady(note) from error
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
-
-
-def _show(
-    runtime_dir: Path | None,
-    config: Path | None,
-    as_json: bool,
-    ask: Callable[[AdminClient], R],
-    screen: Callable[[R], RenderableType],
-    plain: Callable[[R], dict[str, Any]] = to_plain,
-) -> None:
-    """Asks the node one question and prints the answer."""
-    with _one_line_errors():
-        with _admin(_find_node(runtime_dir, config)) as client:
-            reply = ask(client)
-        if as_json:
-            _print_json(plain(reply))
-        else:
-            Console(highlight=False).print(screen(reply))
 
 
 def _print_version(wanted: bool) -> None:
@@ -120,7 +63,7 @@ def serve(
     as_json: AsJson = False,
 ) -> None:
     """Run a node in the foreground until SIGTERM or Ctrl-C."""
-    with _one_line_errors():
+    with one_line_errors():
         node = NodeConfig.from_file(config)
     planned = node.planned_bytes()
     start = {"node": node.node.name, "pid": os.getpid(), "runtime_dir": str(node.node.runtime_dir)}
@@ -145,10 +88,10 @@ def config_check(
     as_json: AsJson = False,
 ) -> None:
     """Check a file, and show what it would allocate and which requests it can hold."""
-    with _one_line_errors():
+    with one_line_errors():
         sizing = size_of(NodeConfig.from_file(file), tokens)
     if as_json:
-        _print_json(sizing.as_dict())
+        print_json(sizing.as_dict())
     else:
         Console(highlight=False).print(screens.sizing_screen(sizing))
 
@@ -157,8 +100,8 @@ def config_check(
 def upgrade(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """Replace the running daemon by the installed version; engines pause, attach again and go on."""
     began = time.monotonic()
-    with _one_line_errors():
-        where = _find_node(runtime_dir, config)
+    with one_line_errors():
+        where = find_node(runtime_dir, config)
         keeper = lockfile.holder(where / KEEPER_LOCK)
         if keeper and refusal.read(where) is not None:  # no daemon is there to ask: the keeper tries what is installed
             before = 0
@@ -169,7 +112,7 @@ def upgrade(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json: 
         reply = _successor(where, before)
     report = {"boot_id": reply.boot_id, "version": reply.version, "seconds": round(time.monotonic() - began, 3)}
     if as_json:
-        _print_json(report)
+        print_json(report)
     else:
         print(f"version {reply.version} serves as boot {reply.boot_id}, {report['seconds']} s")
 
@@ -190,13 +133,13 @@ def _successor(where: Path, boot_id: int) -> Any:
 @app.command()
 def status(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """Engines, movers, counters, and whether the ledger adds up."""
-    _show(runtime_dir, config, as_json, AdminClient.status, screens.status_screen)
+    show(runtime_dir, config, as_json, AdminClient.status, screens.status_screen)
 
 
 @app.command()
 def pools(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """Bytes of each pool by state."""
-    _show(runtime_dir, config, as_json, AdminClient.pools, screens.pools_screen)
+    show(runtime_dir, config, as_json, AdminClient.pools, screens.pools_screen)
 
 
 @app.command("map")
@@ -211,13 +154,13 @@ def map_(
     def plain(reply: Any) -> dict[str, Any]:
         return {"pool": reply.pool, "class_names": list(reply.class_names), "units": screens.map_units(reply)}
 
-    _show(runtime_dir, config, as_json, lambda client: client.map(pool), screens.map_screen, plain)
+    show(runtime_dir, config, as_json, lambda client: client.map(pool), screens.map_screen, plain)
 
 
 @app.command()
 def requests(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """What the engines' requests hold."""
-    _show(runtime_dir, config, as_json, AdminClient.requests, screens.requests_screen)
+    show(runtime_dir, config, as_json, AdminClient.requests, screens.requests_screen)
 
 
 @app.command()
@@ -228,13 +171,13 @@ def prefixes(
     as_json: AsJson = False,
 ) -> None:
     """What the prefix cache holds, newest first."""
-    _show(runtime_dir, config, as_json, lambda client: client.prefixes(limit), screens.prefixes_screen)
+    show(runtime_dir, config, as_json, lambda client: client.prefixes(limit), screens.prefixes_screen)
 
 
 @app.command()
 def leases(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """Tickets that are out."""
-    _show(runtime_dir, config, as_json, AdminClient.leases, screens.leases_screen)
+    show(runtime_dir, config, as_json, AdminClient.leases, screens.leases_screen)
 
 
 @app.command()
@@ -245,7 +188,7 @@ def reset(
     as_json: AsJson = False,
 ) -> None:
     """Forget all that a group has cached, in HBM and on the host; running requests keep what they hold."""
-    _show(runtime_dir, config, as_json, lambda client: client.reset(group), screens.reset_screen)
+    show(runtime_dir, config, as_json, lambda client: client.reset(group), screens.reset_screen)
 
 
 @app.command()
@@ -260,10 +203,10 @@ def demo(
     """Replay real agent sessions through a prefill and a decode node on this machine, and check every token."""
     from kvmanager.demo.run import DemoOptions, run_demo  # loads torch
 
-    with _one_line_errors():
+    with one_line_errors():
         report = run_demo(DemoOptions(seed=seed, inject_fault=inject_fault, runtime_dir=runtime_dir))
     if as_json:
-        _print_json(report.to_json())
+        print_json(report.to_json())
     else:
         Console(highlight=False).print(report.render())
     if not report.passed:
@@ -293,7 +236,7 @@ def replay(
     asked = {"lanes": lanes, "pool_tokens": pool_tokens, "requests": requests, "seed": seed, "ranks": ranks}
     asked["min_peak"] = min_peak
     report: replays.Report
-    with _one_line_errors():
+    with one_line_errors():
         if host_tokens:
             report = replays.replay_file_in_tiers(
                 file, **asked, host_tokens=host_tokens, inclusion=inclusion, policy=policy, hints=hints
@@ -301,9 +244,12 @@ def replay(
         else:
             report = replays.replay_file(file, **asked, policy=policy, hints=hints)
     if as_json:
-        _print_json(report.as_dict())
+        print_json(report.as_dict())
     else:
         Console(highlight=False).print(replays.render(report))
+
+
+operatecli.add_to(app, config_app)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from kvmanager.groupchecks import check_group, check_keys_of_kind
 from kvmanager.hostregions import HostShare, shared_host_regions
 from kvmanager.layout import KVFormat, format_named
 from kvmanager.moverconfig import MoverSection
-from kvmanager.operationsconfig import OPERATIONS, HealthSection, MetricsSection
+from kvmanager.operationsconfig import OPERATIONS, HealthSection, HistorySection, MetricsSection
 from kvmanager.units import MILLISECOND_NS, format_bytes
 
 HOUR_MS: Final = 3_600_000
@@ -241,6 +241,7 @@ class NodeConfig:
     checksums: ChecksumsSection
     metrics: MetricsSection
     health: HealthSection
+    history: HistorySection
     groups: tuple[GroupSection, ...]
     tenants: tuple[TenantSection, ...] = ()
     events: tuple[EventsSection, ...] = ()
@@ -278,6 +279,12 @@ class NodeConfig:
     def tenant_of(self, uid: int) -> str:
         """The tenant of a user; one that no [[tenant]] names is a tenant of its own, without limits."""
         return next((tenant.name for tenant in self.tenants if uid in tenant.uids), f"uid {uid}")
+
+    @property
+    def history_dir(self) -> Path:
+        """Where the history lies."""
+        unset = self.history.directory == Path()
+        return self.node.runtime_dir / "history" if unset else self.history.directory
 
     def group(self, name: str) -> GroupSection:
         """The group called `name`. Raises ConfigError naming the groups there are."""
@@ -325,6 +332,7 @@ _TABLES: Final[Mapping[str, type[Any]]] = {
     "checksums": ChecksumsSection,
     "metrics": MetricsSection,
     "health": HealthSection,
+    "history": HistorySection,
 }
 _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
     **OPERATIONS,

@@ -15,10 +15,10 @@ import logging
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from kvmanager.core.events import (
     CheckCopies,
     Drain,
     Effect,
+    Event,
     FenceEngine,
     Notified,
     StartPull,
@@ -46,11 +47,9 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.eviction import POLICIES
 from kvmanager.core.kvevents import SegmentsRemoved, SegmentsStored
-from kvmanager.core.node import Node
 from kvmanager.core.operatorevents import Forgot
-from kvmanager.core.state import PullJob
 from kvmanager.deposits import SERVING
-from kvmanager.draining import has_requests, still_held
+from kvmanager.draining import has_requests, pulls_of, still_held
 from kvmanager.engine_service import EngineService, Gate
 from kvmanager.errors import ConfigError, DaemonError, DeviceError, Draining, KVError, NotReady, StaleBoot
 from kvmanager.exitcodes import EXIT_CONFIG, EXIT_FAILED, EXIT_INVARIANT, EXIT_REPLACED
@@ -59,24 +58,24 @@ from kvmanager.fencing import Fence
 from kvmanager.groups import core_limits, plan_memory
 from kvmanager.grpcserver import grpc_server
 from kvmanager.handoff import Handoffs
-from kvmanager.journal import Fingerprints, JournalMismatch
+from kvmanager.history import begin as begin_history
 from kvmanager.keeperlink import KeeperLink
 from kvmanager.kvstreams import KvStreams
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership, Registration
 from kvmanager.movers import Mover
+from kvmanager.operator_service import OperatorService
 from kvmanager.peer_service import PeerService
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.runtime_dir import GRPC_SOCKET, make_private_dir
 from kvmanager.sessions import SessionHub
+from kvmanager.successor import check_successor
 from kvmanager.takeover import ClientLives, Leftovers, NodeParts
 from kvmanager.units import MILLISECOND_NS, format_bytes
 from kvmanager.watch import Watch
 from kvmanager.worker_service import WorkerService
 
-SUCCESSOR_S = 30.0
-"""How long the installed daemon may take to say what it is, before it may replace this one."""
 DRAIN_POLL_S = 0.05
 _log = logging.getLogger("kvmanager.daemon")
 
@@ -114,18 +113,18 @@ class Daemon:
         self._failure: BaseException | None = None
         self._state = "starting"
         self._groups = {group.name: group for group in plan.groups}
-        self._gate = Gate()
+        self._gate = Gate(self._node.state.cordon)
+        self._history = begin_history(config, self._node.state)
         self._watch = Watch(
             config.node.name,
             config.health,
             config.metrics,
             config.lease.grace_ns,
             self._node.state.counters,
-            lambda: self._state,
+            lambda: self.state,
         )
         self._streams = KvStreams(config, self._node, self._boot_id, self._fail)
-        applied = self._watch.meter.applied
-        self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail, self._journal, applied)
+        self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail, self._journal, self._applied)
         self._membership = Membership(
             self._loop.post, self._regions.unbind, self._on_gone, self._regions.free_words
         )
@@ -147,7 +146,7 @@ class Daemon:
             self._loop.settle,
             self._handoffs,
             self._fail,
-            _pulls_of(self._node) if beginning.warm else None,
+            pulls_of(self._node) if beginning.warm else None,
             config.mover.rates,
         )
         self._handoffs.use(self._mover)
@@ -220,10 +219,10 @@ class Daemon:
             self._loop,
             callers,
             self._mover,
-            lambda: self._state,
+            lambda: self.state,
             self._fence,
             self._fault_in,
-            self._check_successor,
+            lambda: check_successor(self._config_path, self._prints),
             self._replace,
         )
         server = grpc_server(self._config.fence, self._watch.calls)
@@ -231,6 +230,10 @@ class Daemon:
         pb_grpc.add_WorkerServicer_to_server(self._workers, server)
         pb_grpc.add_PeerServicer_to_server(peers, server)
         pb_grpc.add_AdminServicer_to_server(admin, server)
+        operator = OperatorService(
+            self._config, self._loop, callers, self._history, self._cordon, lambda: self.state, self._fail
+        )
+        pb_grpc.add_OperatorServicer_to_server(operator, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._watch.servicer, server)
         services = [service.full_name for service in pb.DESCRIPTOR.services_by_name.values()]
         reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
@@ -246,6 +249,8 @@ class Daemon:
         the mover does not come up.
         """
         self._streams.start()
+        if self._history is not None:
+            self._history.start()
         self._loop.start()
         self._watch.start(self._loop, self._mover)
         for token in self._dead:
@@ -268,7 +273,7 @@ class Daemon:
     @property
     def state(self) -> str:
         """What operators are told: starting, serving, draining."""
-        return self._state
+        return "draining" if self._state == SERVING and self._gate.cordon else self._state
 
     def wait(self) -> BaseException | None:
         """Returns when the node shall stop, with the failure that ended it, if one did."""
@@ -280,14 +285,6 @@ class Daemon:
         if self._over.is_set():
             self._hurry.set()
         self._over.set()
-
-    def _check_successor(self) -> None:
-        """Raises JournalMismatch when what is installed and configured now could not go on from here."""
-        command = [sys.executable, "-m", "kvmanager.daemon", "--config", str(self._config_path), "--fingerprints"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SUCCESSOR_S, check=False)
-        if done.returncode:
-            raise JournalMismatch(f"the installed daemon does not start: {done.stderr.strip()[-500:]}")
-        Fingerprints(**json.loads(done.stdout)).check(self._prints, log_empty=True)
 
     def _replace(self) -> None:
         """Ends this daemon so that another one goes on."""
@@ -308,6 +305,8 @@ class Daemon:
         self._watch.close()
         self._loop.stop()
         self._streams.close()
+        if self._history is not None:
+            self._history.close()
         self._journal.snapshot(self._node)
         self._handoffs.close()
         self._mover.close()
@@ -330,6 +329,8 @@ class Daemon:
         self._mover.close()
         self._loop.stop()
         self._streams.close()
+        if self._history is not None:
+            self._history.close()
         began = time.monotonic()
         self._regions.close()
         _log.info("closed %s of memory, %.1f s", format_bytes(self._fault_in.total_bytes), time.monotonic() - began)
@@ -350,7 +351,20 @@ class Daemon:
                 return
         _log.info("drained, %.1f s", time.monotonic() - began)
 
+    def _cordon(self, why: str) -> None:
+        """Engines are let in no more, or again; journalled before."""
+        self._gate.cordon = why
+        self._watch.tell()
+        if why:
+            self._loop.post(Drain(why))
+
     # ------------------------------------------------------------------------------ callbacks
+
+    def _applied(self, event: Event, effects: Sequence[Effect], took_s: float) -> None:
+        """The core has handled an event; in its thread."""
+        self._watch.meter.applied(event, effects, took_s)
+        if self._history is not None:
+            self._history.note(event, self._node.state.now, effects)
 
     def _perform(self, effect: Effect) -> None:
         """Effects of the core, in the core's thread."""
@@ -454,11 +468,6 @@ def node_parts(config: NodeConfig) -> NodeParts:
     return NodeParts(plan_memory(config), core_limits(config), POLICIES[config.eviction.policy])
 
 
-def _pulls_of(node: Node) -> frozenset[int]:
-    """Plan ids of hand-offs under way."""
-    return frozenset(plan_id for plan_id, job in node.state.jobs.items() if isinstance(job, PullJob))
-
-
 def _serve(daemon: Daemon, keeper: KeeperLink | None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.request_stop())
@@ -473,7 +482,7 @@ def _serve(daemon: Daemon, keeper: KeeperLink | None) -> int:
         daemon.stop()
         return EXIT_FAILED
     if keeper is not None:
-        keeper.say(daemon.state)
+        keeper.say(SERVING)
     failure = daemon.wait()
     if keeper is not None:
         keeper.say("draining")

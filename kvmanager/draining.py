@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvmanager.core.node import Node
+from kvmanager.core.state import PullJob
 
 NAMED_MAX = 20
 """Requests named of one engine."""
@@ -30,3 +31,8 @@ def still_held(node: Node) -> list[str]:
     if node.state.jobs:
         held.append(f"plans under way: {len(node.state.jobs)}")
     return held
+
+
+def pulls_of(node: Node) -> frozenset[int]:
+    """Plan ids of hand-offs under way."""
+    return frozenset(plan_id for plan_id, job in node.state.jobs.items() if isinstance(job, PullJob))

@@ -34,19 +34,23 @@ _Named = pb.LookupRequest | pb.AcquireRequest | pb.DoneRequest | pb.StoreRequest
 
 
 class Gate:
-    """Whether new work is let in; closed while the node drains."""
+    """Whether new work is let in: not while the node ends, nor while an operator has it drained."""
 
-    def __init__(self) -> None:
+    def __init__(self, cordon: str = "") -> None:
+        """`cordon`: why an operator lets nothing in; empty: he does."""
         self._closed = threading.Event()
+        self.cordon = cordon
 
     def close(self) -> None:
-        """Lets nothing new in."""
+        """Lets nothing new in, for good."""
         self._closed.set()
 
     def check(self) -> None:
         """Raises Draining when closed."""
         if self._closed.is_set():
             raise Draining("the node drains; open new work elsewhere")
+        if self.cordon:
+            raise Draining(f"the node drains ({self.cordon}); open new work elsewhere")
 
 
 class EngineService(pb_grpc.EngineServicer):

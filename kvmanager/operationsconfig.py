@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from kvmanager import configvalues as parse
@@ -64,6 +65,17 @@ class HealthSection:
         return self.evict_ms * MILLISECOND_NS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistorySection:
+    """`[history]`: what happened, in files that `kvmanager explain` reads. max_bytes: of all of them; 0: none is kept.
+
+    directory: unset, `history` in the runtime directory.
+    """
+
+    max_bytes: int = 64 << 20
+    directory: Path = Path()
+
+
 def listen_address(value: object) -> str:
     """`ADDRESS:PORT` with a numeric address (IPv6 in brackets), or `unix:` and an absolute path; "" for "off"."""
     where = parse.text(value)
@@ -85,6 +97,7 @@ def listen_address(value: object) -> str:
 _PROBE: Final = parse.between(10, _HOUR_MS)
 OPERATIONS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
     MetricsSection: {"listen": listen_address},
+    HistorySection: {"max_bytes": parse.size, "directory": parse.directory},
     HealthSection: dict.fromkeys(("probe_ms", "core_ms", "mover_ms", "copy_ms", "job_ms", "evict_ms"), _PROBE),
 }
 """Parsers of the keys."""

@@ -27,7 +27,7 @@ MAP_UNITS_A_LINE: Final = 64
 UNOWNED_EXTENT: Final = 0xFFFFFFFF
 
 
-def _table(title: str, *columns: str, text: int = 1) -> Table:
+def new_table(title: str, *columns: str, text: int = 1) -> Table:
     """A table whose first `text` columns are text and whose others are numbers."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for place, column in enumerate(columns):
@@ -38,15 +38,17 @@ def _table(title: str, *columns: str, text: int = 1) -> Table:
     return table
 
 
-def _or_nothing(table: Table, nothing: str) -> RenderableType:
+def or_nothing(table: Table, nothing: str) -> RenderableType:
+    """The table, or a word where it is empty."""
     return table if table.row_count else Text(nothing)
 
 
-def _seconds(duration_ns: int) -> str:
+def seconds(duration_ns: int) -> str:
+    """A duration."""
     return f"{duration_ns / SECOND_NS:,.1f} s"
 
 
-def _share(part: int, whole: int) -> str:
+def share(part: int, whole: int) -> str:
     """A percentage that never hides a remainder: 0 only for nothing."""
     if part == 0:
         return "-"
@@ -57,7 +59,7 @@ def status_screen(reply: pb.StatusReply) -> RenderableType:
     """The node in a few lines, its engines and movers, and its counters."""
     ledger = "adds up" if reply.ledger_ok else "DOES NOT ADD UP: run the audit and keep the log"
     head = Text(
-        f"node {reply.node}: {reply.state} for {_seconds(reply.uptime_ns)}, version {reply.version}, "
+        f"node {reply.node}: {reply.state} for {seconds(reply.uptime_ns)}, version {reply.version}, "
         f"boot {reply.boot_id:016x}\nledger {ledger}"
         + (
             f"\nmemory {format_bytes(reply.faulted_in_bytes)} of {format_bytes(reply.memory_bytes)} faulted in"
@@ -65,12 +67,12 @@ def status_screen(reply: pb.StatusReply) -> RenderableType:
             else ""
         )
     )
-    engines = _table("engines", "engine", "group", "state", "epoch", "ranks", "requests", text=3)
+    engines = new_table("engines", "engine", "group", "state", "epoch", "ranks", "requests", text=3)
     for engine in reply.engines:
         counts = (engine.epoch, engine.ranks_attached, engine.requests)
         engines.add_row(engine.engine, engine.group, engine.state, *map(str, counts))
     suspects = [
-        f"{engine.engine} epoch {engine.epoch} is suspect for {_seconds(engine.suspect_ns)}: "
+        f"{engine.engine} epoch {engine.epoch} is suspect for {seconds(engine.suspect_ns)}: "
         + (f"its pages are held while {engine.held_by}" if engine.held_by else "its pages return now")
         + {"": "", "kill": "; its processes were sent SIGKILL", "hold": "; nothing is done about them"}[
             engine.fence
@@ -78,23 +80,23 @@ def status_screen(reply: pb.StatusReply) -> RenderableType:
         for engine in reply.engines
         if engine.state == "suspect"
     ]
-    movers = _table("movers", "device", "agent", "pid", "plans out", text=2)
+    movers = new_table("movers", "device", "agent", "pid", "plans out", text=2)
     for mover in reply.movers:
         movers.add_row(
             mover.device, "started" if mover.agent_started else "not started", str(mover.pid), str(mover.outstanding)
         )
-    counters = _table("counters", "since start", "count")
+    counters = new_table("counters", "since start", "count")
     for name, count in sorted(reply.counters.items()):
         counters.add_row(name, f"{count:,}")
     return Group(
-        head, "", _or_nothing(engines, "no engine"), *map(Text, suspects), "", _or_nothing(movers, "no mover"), "",
-        _or_nothing(counters, "nothing counted yet"),
+        head, "", or_nothing(engines, "no engine"), *map(Text, suspects), "", or_nothing(movers, "no mover"), "",
+        or_nothing(counters, "nothing counted yet"),
     )  # fmt: skip
 
 
 def _shared_regions(regions: Iterable[pb.SharedRegionStatus]) -> RenderableType:
     """Who owns how many extents of the host regions that pools share."""
-    table = _table("shared host regions", "region", "pool", "extents", "floor", "most", "a rank", "moved", text=2)
+    table = new_table("shared host regions", "region", "pool", "extents", "floor", "most", "a rank", "moved", text=2)
     for region in regions:
         owners = unpack_u32(region.owners, "SharedRegionStatus.owners")
         floors = unpack_u32(region.floor_extents, "SharedRegionStatus.floor_extents").tolist()
@@ -111,12 +113,12 @@ def _shared_regions(regions: Iterable[pb.SharedRegionStatus]) -> RenderableType:
 
 def pools_screen(reply: pb.PoolsReply) -> RenderableType:
     """Two tables: shares of the six exclusive states, and the overlays in bytes."""
-    states = _table("states", "pool", "tier", "ranks", "capacity", *STATE_TITLES, text=2)
-    overlays = _table("of which", "pool", "tier", "pinned", "reclaimable", "promised", text=2)
+    states = new_table("states", "pool", "tier", "ranks", "capacity", *STATE_TITLES, text=2)
+    overlays = new_table("of which", "pool", "tier", "pinned", "reclaimable", "promised", text=2)
     for pool in reply.pools:
         parts = [getattr(pool, f"{name}_bytes") for name in STATES]
         capacity = pool.capacity_bytes
-        shares = [_share(part, capacity) for part in parts]
+        shares = [share(part, capacity) for part in parts]
         states.add_row(pool.pool, pool.tier, str(pool.ranks), format_bytes(capacity), *shares)
         sizes = (pool.pinned_bytes, pool.reclaimable_bytes, pool.promised_bytes)
         overlays.add_row(pool.pool, pool.tier, *map(format_bytes, sizes))
@@ -199,7 +201,7 @@ def map_units(reply: pb.MapReply) -> list[dict[str, Any]]:
 
 def requests_screen(reply: pb.RequestsReply) -> RenderableType:
     """What each request holds, in tokens and spans."""
-    table = _table(
+    table = new_table(
         "", "engine", "state", "session", "id", "prompt", "cached", "commit", "fenced", "spans", "host", text=3
     )
     for request in reply.requests:
@@ -211,26 +213,26 @@ def requests_screen(reply: pb.RequestsReply) -> RenderableType:
             *(str(n) for n in (request.prompt_tokens, request.cached_tokens, request.committed_tokens)),
             *(str(n) for n in (request.fenced_tokens, request.spans, request.host_only_spans)),
         )
-    return _or_nothing(table, "no request")
+    return or_nothing(table, "no request")
 
 
 def prefixes_screen(reply: pb.PrefixesReply) -> RenderableType:
     """One line a cached prefix, newest first."""
-    table = _table("", "group", "chain", "key", "tokens", "device", "host", "pins", "idle", text=3)
+    table = new_table("", "group", "chain", "key", "tokens", "device", "host", "pins", "idle", text=3)
     for prefix in reply.prefixes:
         counts = (prefix.tokens, prefix.device_tokens, prefix.host_tokens, prefix.pins)
-        table.add_row(prefix.group, prefix.chain, prefix.key[:12], *map(str, counts), _seconds(prefix.idle_ns))
+        table.add_row(prefix.group, prefix.chain, prefix.key[:12], *map(str, counts), seconds(prefix.idle_ns))
     total = Text(f"{reply.spans:,} spans, {reply.tokens:,} tokens in all")
-    return Group(_or_nothing(table, "no prefix"), total)
+    return Group(or_nothing(table, "no prefix"), total)
 
 
 def leases_screen(reply: pb.LeasesReply) -> RenderableType:
     """One line a ticket that is out."""
-    table = _table("", "lease", "kind", "holder", "request", "tokens", "expires in", text=3)
+    table = new_table("", "lease", "kind", "holder", "request", "tokens", "expires in", text=3)
     for lease in reply.leases:
         counts = (lease.request_id, lease.tokens)
-        table.add_row(lease.lease_id[:16], lease.kind, lease.holder, *map(str, counts), _seconds(lease.expires_in_ns))
-    return _or_nothing(table, "no lease")
+        table.add_row(lease.lease_id[:16], lease.kind, lease.holder, *map(str, counts), seconds(lease.expires_in_ns))
+    return or_nothing(table, "no lease")
 
 
 def reset_screen(reply: pb.ResetReply) -> RenderableType:
@@ -241,11 +243,11 @@ def reset_screen(reply: pb.ResetReply) -> RenderableType:
 
 def sizing_screen(sizing: Sizing) -> RenderableType:
     """What a configuration would allocate, what lies beside it, and which groups hold the request asked for."""
-    pools = _table("pages", "pool", "ranks", "pages", "a page", "a rank", "unused", "tokens")
+    pools = new_table("pages", "pool", "ranks", "pages", "a page", "a rank", "unused", "tokens")
     for line in sizing.pools:
         sizes = (line.page_bytes, line.page_total_bytes, line.unused_bytes)
         pools.add_row(line.pool, str(line.ranks), f"{line.pages:,}", *map(format_bytes, sizes), f"{line.tokens:,}")
-    beside = _table("beside the pages, device memory a rank", "group", "workspace", "ring", "context", "hot buffer")
+    beside = new_table("beside the pages, device memory a rank", "group", "workspace", "ring", "context", "hot buffer")
     for rank in sizing.beside:
         parts = (rank.workspace_bytes, rank.staging_bytes, rank.context_bytes, rank.hot_buffer_bytes)
         beside.add_row(rank.group, *(format_bytes(part) if part else "-" for part in parts))

@@ -3699,3 +3699,659 @@ class ResetReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResetReply: _TypeAlias = ResetReply  # noqa: Y015
+
+@_typing.final
+class TransfersRequest(_message.Message):
+    """------------------------------------------------------------------------------ operator: transfers
+
+    Which copies and pulls are under way?
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransfersRequest: _TypeAlias = TransfersRequest  # noqa: Y015
+
+@_typing.final
+class TransfersReply(_message.Message):
+    """What the movers carry or will be given."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferStatus]:
+        """one a plan or pull, the most urgent and oldest first"""
+
+    def __init__(
+        self,
+        *,
+        transfers: _abc.Iterable[Global___TransferStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transfers", b"transfers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransfersReply: _TypeAlias = TransfersReply  # noqa: Y015
+
+@_typing.final
+class TransferStatus(_message.Message):
+    """One plan or pull."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_ID_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    PURPOSE_FIELD_NUMBER: _builtins.int
+    URGENCY_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    MOVED_BYTES_FIELD_NUMBER: _builtins.int
+    AGE_NS_FIELD_NUMBER: _builtins.int
+    WAITERS_FIELD_NUMBER: _builtins.int
+    GIVES_WAY_FIELD_NUMBER: _builtins.int
+    TICKET_ID_FIELD_NUMBER: _builtins.int
+    plan_id: _builtins.int
+    """id of the plan or pull"""
+    device: _builtins.str
+    """name of the mover's device"""
+    purpose: _builtins.str
+    """"onboard", "offload", "mirror", "check" or "pull" """
+    urgency: _builtins.str
+    """who waits: "waited_for", "spill" or "write_back" """
+    group: _builtins.str
+    """name of the memory group"""
+    spans: _builtins.int
+    """count of spans that it reads or fills"""
+    moved_bytes: _builtins.int
+    """bytes that it moves, over all ranks"""
+    age_ns: _builtins.int
+    """nanoseconds since it was given out"""
+    waiters: _builtins.int
+    """count of requests that wait for it"""
+    gives_way: _builtins.bool
+    """whether it was asked to end early"""
+    ticket_id: _builtins.str
+    """of a pull: id of its ticket"""
+    def __init__(
+        self,
+        *,
+        plan_id: _builtins.int = ...,
+        device: _builtins.str = ...,
+        purpose: _builtins.str = ...,
+        urgency: _builtins.str = ...,
+        group: _builtins.str = ...,
+        spans: _builtins.int = ...,
+        moved_bytes: _builtins.int = ...,
+        age_ns: _builtins.int = ...,
+        waiters: _builtins.int = ...,
+        gives_way: _builtins.bool = ...,
+        ticket_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ns", b"age_ns", "device", b"device", "gives_way", b"gives_way", "group", b"group", "moved_bytes", b"moved_bytes", "plan_id", b"plan_id", "purpose", b"purpose", "spans", b"spans", "ticket_id", b"ticket_id", "urgency", b"urgency", "waiters", b"waiters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferStatus: _TypeAlias = TransferStatus  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    """-------------------------------------------------------------------------------- operator: explain
+
+    What is the story of this?
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"page", "request", "refusal" or "miss" """
+    id: _builtins.str
+    """id: POOL:PAGE or POOL:CLASS:PAGE of a page, ENGINE/REQUEST of all else"""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainReply(_message.Message):
+    """A story, oldest line first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TITLE_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
+    title: _builtins.str
+    """what it is about"""
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoryLine]:
+        """what is known"""
+
+    def __init__(
+        self,
+        *,
+        title: _builtins.str = ...,
+        lines: _abc.Iterable[Global___StoryLine] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lines", b"lines", "title", b"title"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainReply: _TypeAlias = ExplainReply  # noqa: Y015
+
+@_typing.final
+class StoryLine(_message.Message):
+    """One thing that is so, or that happened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_NS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    at_ns: _builtins.int
+    """nanoseconds since 1970; 0: it is so now"""
+    text: _builtins.str
+    """in words"""
+    def __init__(
+        self,
+        *,
+        at_ns: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_ns", b"at_ns", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoryLine: _TypeAlias = StoryLine  # noqa: Y015
+
+@_typing.final
+class FsckRequest(_message.Message):
+    """----------------------------------------------------------------------------------- operator: fsck
+
+    Does all that is known fit together?
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKSUM_SPANS_FIELD_NUMBER: _builtins.int
+    checksum_spans: _builtins.int
+    """count of spans whose host copies are read and compared with their sums, at most"""
+    def __init__(
+        self,
+        *,
+        checksum_spans: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_spans", b"checksum_spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FsckRequest: _TypeAlias = FsckRequest  # noqa: Y015
+
+@_typing.final
+class FsckReply(_message.Message):
+    """What was checked, on a copy of the state; a broken invariant also stops the daemon."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKS_FIELD_NUMBER: _builtins.int
+    BLOCKED_NS_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    COMPARED_SPANS_FIELD_NUMBER: _builtins.int
+    BAD_COPIES_FIELD_NUMBER: _builtins.int
+    blocked_ns: _builtins.int
+    """nanoseconds for which the owner loop made the copy"""
+    spans: _builtins.int
+    """count of spans that were looked at"""
+    compared_spans: _builtins.int
+    """count of spans whose sums were compared"""
+    bad_copies: _builtins.int
+    """count of host pages that were not what was written; they were taken out"""
+    @_builtins.property
+    def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___FsckCheck]:
+        """one a check"""
+
+    def __init__(
+        self,
+        *,
+        checks: _abc.Iterable[Global___FsckCheck] | None = ...,
+        blocked_ns: _builtins.int = ...,
+        spans: _builtins.int = ...,
+        compared_spans: _builtins.int = ...,
+        bad_copies: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_copies", b"bad_copies", "blocked_ns", b"blocked_ns", "checks", b"checks", "compared_spans", b"compared_spans", "spans", b"spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FsckReply: _TypeAlias = FsckReply  # noqa: Y015
+
+@_typing.final
+class FsckCheck(_message.Message):
+    """One check."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BROKEN_FIELD_NUMBER: _builtins.int
+    TOOK_NS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """what was checked"""
+    broken: _builtins.str
+    """the story of what does not fit; empty: all does"""
+    took_ns: _builtins.int
+    """nanoseconds that it took, beside the owner loop"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        broken: _builtins.str = ...,
+        took_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "name", b"name", "took_ns", b"took_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FsckCheck: _TypeAlias = FsckCheck  # noqa: Y015
+
+@_typing.final
+class CordonRequest(_message.Message):
+    """------------------------------------------------------------------------------- operator: cordon
+
+    Asks that nothing new be let in, or that it be again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHY_FIELD_NUMBER: _builtins.int
+    why: _builtins.str
+    """told to engines; empty: let everybody in again"""
+    def __init__(
+        self,
+        *,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CordonRequest: _TypeAlias = CordonRequest  # noqa: Y015
+
+@_typing.final
+class CordonReply(_message.Message):
+    """How the node stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """as in StatusReply"""
+    before: _builtins.str
+    """why nothing new was let in until now; empty: it was"""
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        before: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CordonReply: _TypeAlias = CordonReply  # noqa: Y015
+
+@_typing.final
+class EvictRequest(_message.Message):
+    """--------------------------------------------------------------------------------- operator: evict
+
+    Asks that cached content be forgotten; what somebody uses stays.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """name of the memory group"""
+    key: _builtins.str
+    """in hex: spans with this segment and all behind them; the first digits do"""
+    tenant: _builtins.str
+    """name of the tenant whose content it is"""
+    @_builtins.property
+    def share(self) -> Global___PoolShare:
+        """the policy's victims, until so much is free"""
+
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        key: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        share: Global___PoolShare | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "share", b"share", "tenant", b"tenant", "what", b"what"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "key", b"key", "share", b"share", "tenant", b"tenant", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["key", "tenant", "share"]  # noqa: Y015
+    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+
+Global___EvictRequest: _TypeAlias = EvictRequest  # noqa: Y015
+
+@_typing.final
+class PoolShare(_message.Message):
+    """A part of a pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    FREE_PERCENT_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """name of the pool"""
+    free_percent: _builtins.int
+    """number from 1 to 100: percent of the pool that is to be free"""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        free_percent: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_percent", b"free_percent", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolShare: _TypeAlias = PoolShare  # noqa: Y015
+
+@_typing.final
+class EvictReply(_message.Message):
+    """What was forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORGOTTEN_SPANS_FIELD_NUMBER: _builtins.int
+    HELD_SPANS_FIELD_NUMBER: _builtins.int
+    forgotten_spans: _builtins.int
+    """count of spans that are found no more"""
+    held_spans: _builtins.int
+    """count of spans that were meant and stay, for they or some behind them are in use"""
+    def __init__(
+        self,
+        *,
+        forgotten_spans: _builtins.int = ...,
+        held_spans: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten_spans", b"forgotten_spans", "held_spans", b"held_spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictReply: _TypeAlias = EvictReply  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    """---------------------------------------------------------------------------------- operator: pins
+
+    Asks that a cached prefix be kept, without a lease.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.str
+    """id chosen by the operator, new"""
+    group: _builtins.str
+    """name of the memory group"""
+    key: _builtins.str
+    """in hex, of the prefix's last segment; the first digits do"""
+    def __init__(
+        self,
+        *,
+        pin_id: _builtins.str = ...,
+        group: _builtins.str = ...,
+        key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "key", b"key", "pin_id", b"pin_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class UnpinRequest(_message.Message):
+    """Takes a pin away."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.str
+    """id of the pin"""
+    def __init__(
+        self,
+        *,
+        pin_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin_id", b"pin_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinRequest: _TypeAlias = UnpinRequest  # noqa: Y015
+
+@_typing.final
+class PinsRequest(_message.Message):
+    """Which pins are there?"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinsRequest: _TypeAlias = PinsRequest  # noqa: Y015
+
+@_typing.final
+class PinsReply(_message.Message):
+    """All pins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinStatus]:
+        """one a pin"""
+
+    def __init__(
+        self,
+        *,
+        pins: _abc.Iterable[Global___PinStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinsReply: _TypeAlias = PinsReply  # noqa: Y015
+
+@_typing.final
+class PinStatus(_message.Message):
+    """A pin, also one that was just taken away."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    AGE_NS_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.str
+    """id of the pin"""
+    group: _builtins.str
+    """name of the memory group"""
+    key: _builtins.str
+    """in hex, of the prefix's last segment"""
+    spans: _builtins.int
+    """count of spans that it keeps"""
+    tokens: _builtins.int
+    """tokens in them"""
+    age_ns: _builtins.int
+    """nanoseconds since it was made"""
+    def __init__(
+        self,
+        *,
+        pin_id: _builtins.str = ...,
+        group: _builtins.str = ...,
+        key: _builtins.str = ...,
+        spans: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        age_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ns", b"age_ns", "group", b"group", "key", b"key", "pin_id", b"pin_id", "spans", b"spans", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinStatus: _TypeAlias = PinStatus  # noqa: Y015
+
+@_typing.final
+class LogLevelRequest(_message.Message):
+    """-------------------------------------------------------------------- operator: log level, configuration
+
+    Asks for more or fewer lines in the daemon's log.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    LOGGER_FIELD_NUMBER: _builtins.int
+    level: _builtins.str
+    """"DEBUG", "INFO", "WARNING" or "ERROR" """
+    logger: _builtins.str
+    """name of a part, "kvmanager.loop" for example; empty: "kvmanager", all of them"""
+    def __init__(
+        self,
+        *,
+        level: _builtins.str = ...,
+        logger: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "logger", b"logger"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogLevelRequest: _TypeAlias = LogLevelRequest  # noqa: Y015
+
+@_typing.final
+class LogLevelReply(_message.Message):
+    """The level before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_FIELD_NUMBER: _builtins.int
+    before: _builtins.str
+    """as in LogLevelRequest"""
+    def __init__(
+        self,
+        *,
+        before: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogLevelReply: _TypeAlias = LogLevelReply  # noqa: Y015
+
+@_typing.final
+class ConfigRequest(_message.Message):
+    """What does the daemon run with?"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfigRequest: _TypeAlias = ConfigRequest  # noqa: Y015
+
+@_typing.final
+class ConfigReply(_message.Message):
+    """The effective configuration."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: _builtins.int
+    json: _builtins.str
+    """an object: table -> key -> value, defaults filled in"""
+    def __init__(
+        self,
+        *,
+        json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfigReply: _TypeAlias = ConfigReply  # noqa: Y015

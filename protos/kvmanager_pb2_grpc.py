@@ -1075,3 +1075,475 @@ class Admin:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class OperatorStub:
+    """What operators do, and ask about single things. Every call that changes something is in the daemon's log.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Transfers = channel.unary_unary(
+                '/kvmanager.v1.Operator/Transfers',
+                request_serializer=kvmanager__pb2.TransfersRequest.SerializeToString,
+                response_deserializer=kvmanager__pb2.TransfersReply.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvmanager.v1.Operator/Explain',
+                request_serializer=kvmanager__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvmanager__pb2.ExplainReply.FromString,
+                _registered_method=True)
+        self.Fsck = channel.unary_unary(
+                '/kvmanager.v1.Operator/Fsck',
+                request_serializer=kvmanager__pb2.FsckRequest.SerializeToString,
+                response_deserializer=kvmanager__pb2.FsckReply.FromString,
+                _registered_method=True)
+        self.Cordon = channel.unary_unary(
+                '/kvmanager.v1.Operator/Cordon',
+                request_serializer=kvmanager__pb2.CordonRequest.SerializeToString,
+                response_deserializer=kvmanager__pb2.CordonReply.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/kvmanager.v1.Operator/Evict',
+                request_serializer=kvmanager__pb2.EvictRequest.SerializeToString,
+                response_deserializer=kvmanager__pb2.EvictReply.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/kvmanager.v1.Operator/Pin',
+                request_serializer=kvmanager__pb2.PinRequest.SerializeToString,
+                response_deserializer=kvmanager__pb2.PinStatus.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/kvmanager.v1.Operator/Unpin',
+                request_serializer=kvmanager__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=kvmanager__pb2.PinStatus.FromString,
+                _registered_method=True)
+        self.Pins = channel.unary_unary(
+                '/kvmanager.v1.Operator/Pins',
+                request_serializer=kvmanager__pb2.PinsRequest.SerializeToString,
+                response_deserializer=kvmanager__pb2.PinsReply.FromString,
+                _registered_method=True)
+        self.SetLogLevel = channel.unary_unary(
+                '/kvmanager.v1.Operator/SetLogLevel',
+                request_serializer=kvmanager__pb2.LogLevelRequest.SerializeToString,
+                response_deserializer=kvmanager__pb2.LogLevelReply.FromString,
+                _registered_method=True)
+        self.Config = channel.unary_unary(
+                '/kvmanager.v1.Operator/Config',
+                request_serializer=kvmanager__pb2.ConfigRequest.SerializeToString,
+                response_deserializer=kvmanager__pb2.ConfigReply.FromString,
+                _registered_method=True)
+
+
+class OperatorServicer:
+    """What operators do, and ask about single things. Every call that changes something is in the daemon's log.
+    """
+
+    def Transfers(self, request, context):
+        """Copies and pulls under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """The story of a page, a request, a refusal or a miss.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fsck(self, request, context):
+        """Checks everything on a copy of the state; service goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cordon(self, request, context):
+        """Lets nothing new in, or does again; journalled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Forgets cached content.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Keeps a cached prefix; journalled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Lets it go.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pins(self, request, context):
+        """All pins.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLogLevel(self, request, context):
+        """Changes what is logged, until the daemon ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Config(self, request, context):
+        """What the daemon runs with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_OperatorServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Transfers': grpc.unary_unary_rpc_method_handler(
+                    servicer.Transfers,
+                    request_deserializer=kvmanager__pb2.TransfersRequest.FromString,
+                    response_serializer=kvmanager__pb2.TransfersReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvmanager__pb2.ExplainRequest.FromString,
+                    response_serializer=kvmanager__pb2.ExplainReply.SerializeToString,
+            ),
+            'Fsck': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fsck,
+                    request_deserializer=kvmanager__pb2.FsckRequest.FromString,
+                    response_serializer=kvmanager__pb2.FsckReply.SerializeToString,
+            ),
+            'Cordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cordon,
+                    request_deserializer=kvmanager__pb2.CordonRequest.FromString,
+                    response_serializer=kvmanager__pb2.CordonReply.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=kvmanager__pb2.EvictRequest.FromString,
+                    response_serializer=kvmanager__pb2.EvictReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=kvmanager__pb2.PinRequest.FromString,
+                    response_serializer=kvmanager__pb2.PinStatus.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=kvmanager__pb2.UnpinRequest.FromString,
+                    response_serializer=kvmanager__pb2.PinStatus.SerializeToString,
+            ),
+            'Pins': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pins,
+                    request_deserializer=kvmanager__pb2.PinsRequest.FromString,
+                    response_serializer=kvmanager__pb2.PinsReply.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=kvmanager__pb2.LogLevelRequest.FromString,
+                    response_serializer=kvmanager__pb2.LogLevelReply.SerializeToString,
+            ),
+            'Config': grpc.unary_unary_rpc_method_handler(
+                    servicer.Config,
+                    request_deserializer=kvmanager__pb2.ConfigRequest.FromString,
+                    response_serializer=kvmanager__pb2.ConfigReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvmanager.v1.Operator', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvmanager.v1.Operator', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Operator:
+    """What operators do, and ask about single things. Every call that changes something is in the daemon's log.
+    """
+
+    @staticmethod
+    def Transfers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmanager.v1.Operator/Transfers',
+            kvmanager__pb2.TransfersRequest.SerializeToString,
+            kvmanager__pb2.TransfersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmanager.v1.Operator/Explain',
+            kvmanager__pb2.ExplainRequest.SerializeToString,
+            kvmanager__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fsck(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmanager.v1.Operator/Fsck',
+            kvmanager__pb2.FsckRequest.SerializeToString,
+            kvmanager__pb2.FsckReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmanager.v1.Operator/Cordon',
+            kvmanager__pb2.CordonRequest.SerializeToString,
+            kvmanager__pb2.CordonReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmanager.v1.Operator/Evict',
+            kvmanager__pb2.EvictRequest.SerializeToString,
+            kvmanager__pb2.EvictReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmanager.v1.Operator/Pin',
+            kvmanager__pb2.PinRequest.SerializeToString,
+            kvmanager__pb2.PinStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmanager.v1.Operator/Unpin',
+            kvmanager__pb2.UnpinRequest.SerializeToString,
+            kvmanager__pb2.PinStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmanager.v1.Operator/Pins',
+            kvmanager__pb2.PinsRequest.SerializeToString,
+            kvmanager__pb2.PinsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmanager.v1.Operator/SetLogLevel',
+            kvmanager__pb2.LogLevelRequest.SerializeToString,
+            kvmanager__pb2.LogLevelReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Config(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmanager.v1.Operator/Config',
+            kvmanager__pb2.ConfigRequest.SerializeToString,
+            kvmanager__pb2.ConfigReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

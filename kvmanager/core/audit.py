@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -37,21 +38,33 @@ def ledger_holds(pool: Pool) -> bool:
 
 def audit(state: State) -> None:
     """Checks everything. Raises InvariantViolation."""
-    _audit_attaches(state)
-    _audit_regions(state)
-    for group in state.groups.values():
-        chains = [ChainAudit(chain, f"{group.spec.name}/{chain.spec.name}") for chain in group.chains]
-        requests = state.holders(group.spec.name)
-        owned = _owned_pages(state, group, chains, requests)
-        for pool in group.pools.values():
-            _audit_pool(pool, owned.get(pool.name, {}))
-        _audit_promises(group, requests)
-        _audit_requests(state, requests)
+    for _, check in checks(state):
+        check()
+
+
+def checks(state: State) -> Iterator[tuple[str, Callable[[], None]]]:
+    """(what is checked, a function that raises InvariantViolation), for all that there is to check."""
+    yield "timelines and fences", partial(_audit_attaches, state)
+    yield "shared regions", partial(_audit_regions, state)
+    for name, group in state.groups.items():
+        chains = [ChainAudit(chain, f"{name}/{chain.spec.name}") for chain in group.chains]
+        requests = state.holders(name)
+        yield f"ledger of {name}", partial(_audit_ledger, state, group, chains, requests)
+        yield f"promises of {name}", partial(_audit_promises, group, requests)
+        yield f"requests of {name}", partial(_audit_requests, state, requests)
         for number, chain_audit in enumerate(chains):
-            chain_audit.spans()
-            chain_audit.index()
-            _audit_holders(state, group, number, requests)
-            chain_audit.copies()
+            where = f"{name}/{group.chains[number].spec.name}"
+            yield f"spans, pages and uids of {where}", chain_audit.spans
+            yield f"index of {where}", chain_audit.index
+            yield f"pins, leases and plans of {where}", partial(_audit_holders, state, group, number, requests)
+            yield f"tiers of {where}", chain_audit.copies
+
+
+def _audit_ledger(state: State, group: Group, chains: list[ChainAudit], requests: list[Request]) -> None:
+    """Every page that is not free has one owner, and the states of each pool sum to its capacity."""
+    owned = _owned_pages(state, group, chains, requests)
+    for pool in group.pools.values():
+        _audit_pool(pool, owned.get(pool.name, {}))
 
 
 def _audit_regions(state: State) -> None:

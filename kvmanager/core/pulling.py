@@ -27,7 +27,7 @@ def start_pull(state: State, engine: Engine, event: Open) -> None:
     plan_id = state.new_plan_id()
     part.chain.table.busy[rows] += 1
     who = (engine.name, engine.epoch, request.request_id)
-    state.jobs[plan_id] = PullJob(group.spec.name, 0, rows.tolist(), who, event.ticket)
+    state.jobs[plan_id] = PullJob(group.spec.name, 0, rows.tolist(), who, event.ticket, since=state.now)
     request.waiting_on.add(plan_id)
     state.effects.append(
         StartPull(

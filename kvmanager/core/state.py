@@ -181,6 +181,7 @@ class CheckJob:
     page_class: int
     rows: list[int]
     asked: SumsAsked
+    since: int = 0
 
 
 @dataclass
@@ -193,6 +194,7 @@ class PullJob:
     waiter: tuple[str, int, int]
     ticket: TicketInfo
     orphaned: bool = False
+    since: int = 0
 
 
 @dataclass

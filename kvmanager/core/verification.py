@@ -237,7 +237,7 @@ def _check(state: State, group: Group, number: int, page_class: int, rows: list[
     asked = SumsAsked(host, np.repeat(np.arange(len(rows)), chain.widths(index)))
     chain.table.busy[index] += 1
     plan = CopyPlan(state.new_plan_id(), Purpose.CHECK, (), pages)
-    state.jobs[plan.plan_id] = CheckJob(group.spec.name, number, page_class, rows, asked)
+    state.jobs[plan.plan_id] = CheckJob(group.spec.name, number, page_class, rows, asked, state.now)
     state.effects.append(SubmitPlan(plan))
 
 
