@@ -67,24 +67,21 @@ def fetchable(chain: Chain, row: int) -> tuple[int, int]:
     """Leading segments of a span that others can fetch from the device and from the host.
 
     The device has what an engine still fills as far as it is valid; where a host copy is being loaded, the host has it.
-    What has no host pool at all must be on the device in both cases.
+    A span of several page classes whose parts lie apart, some on the device only, counts as one of the host.
     """
     table = chain.table
     if not table.published[row]:
         return 0, 0
-    on_device = on_host = True
+    on_device = everything = True
     some_host = False
     for c in range(table.classes):
         device, host = int(table.copies[c, DEVICE, row]), int(table.copies[c, HOST, row])
         complete = device == READY or (device != ABSENT and host != READY)
         on_device &= complete
-        if chain.has_host(c):
-            some_host = True
-            on_host &= host == READY
-        else:
-            on_host &= complete
+        everything &= complete or host == READY
+        some_host |= host == READY
     valid = int(table.valid[row])
-    return valid if on_device else 0, valid if some_host and on_host else 0
+    return valid if on_device else 0, valid if some_host and everything else 0
 
 
 @dataclass

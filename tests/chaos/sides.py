@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any, Final
 
 from kvmanager.demo.nodes import NodeProcess
 from kvmanager.errors import KVError
+from kvmanager.framing import readable
 from kvmanager.killpoints import VARIABLE, KillOrder
 from kvmanager.lockfile import holder
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -102,7 +102,7 @@ class EngineProcess:
         assert self._process.stdout is not None
         give_up = time.monotonic() + PATIENCE_S
         while b"\n" not in self._rest:
-            if select.select([self._process.stdout], [], [], 0.05)[0]:
+            if readable([self._process.stdout.fileno()], 0.05):
                 data = os.read(self._process.stdout.fileno(), 1 << 20)
                 if not data:
                     self._process.wait()

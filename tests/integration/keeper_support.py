@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvmanager.children import kill_orphans
+from kvmanager.framing import readable
 
 WAIT_S = 30.0
 KEEPER = """
@@ -20,6 +20,7 @@ import logging, sys
 from pathlib import Path
 from kvmanager.errors import ConfigError, DaemonError
 from kvmanager.exitcodes import EXIT_CONFIG
+from kvmanager.framing import readable
 from kvmanager.keeper import Keeper, KeeperLimits
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 limits = KeeperLimits(
@@ -53,6 +54,7 @@ LINKED_DAEMON = """
 import os, signal, sys, time
 from pathlib import Path
 from kvmanager.keeperlink import KeeperLink
+from kvmanager.framing import readable
 link = KeeperLink(int(sys.argv[2]))
 link.listen(Path({runtime_dir!r}))
 held = link.reclaim()
@@ -157,7 +159,7 @@ def said(process: subprocess.Popen[str], text: str) -> str:
 
 def gone(pidfd: int) -> bool:
     """Waits for the end of a process that we did not start; closes the pidfd."""
-    done = bool(select.select([pidfd], [], [], WAIT_S)[0])
+    done = bool(readable([pidfd], WAIT_S))
     os.close(pidfd)
     return done
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from kvmanager.clients.engine import RequestStep
 from kvmanager.clients.keys import KeyChain
 from kvmanager.demo.nodes import NAMESPACE, NodeProcess
 from kvmanager.errors import KVError
+from kvmanager.framing import readable
 from kvmanager.layout import GLM53_TINY, indexer_layout, latent_layout, native_layout
 from kvmanager.protos import kvmanager_pb2 as pb
 
@@ -323,6 +323,6 @@ def kill_and_wait(pid: int) -> None:
     pidfd = os.pidfd_open(pid)
     try:
         os.kill(pid, signal.SIGKILL)
-        assert select.select([pidfd], [], [], WAIT_S)[0]
+        assert readable([pidfd], WAIT_S)
     finally:
         os.close(pidfd)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import time
 from collections.abc import Iterator
@@ -24,6 +23,8 @@ from nodes_support import (
     tokens_of,
     wait_for,
 )
+
+from kvmanager.framing import readable
 
 ENGINE = """
 import sys, time
@@ -154,6 +155,7 @@ def test_a_child_that_inherited_the_sockets_keeps_nothing_alive(served: Node) ->
         'print("holds"',
         """
 import os, subprocess
+from kvmanager.framing import readable
 from contextlib import suppress
 sockets = []
 for fd in os.listdir("/proc/self/fd"):
@@ -174,7 +176,7 @@ print("holds\"""",
             served.wait_at_rest()
         finally:
             os.kill(child, signal.SIGKILL)
-            assert select.select([pidfd], [], [], 10)[0]
+            assert readable([pidfd], 10)
             os.close(pidfd)
     assert cached_of(served, 7) == 2 * SPAN
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
 import time
@@ -28,6 +27,7 @@ from nodes_support import (
 from test_node_engine_death import ENGINE, settled
 
 from kvmanager.errors import Suspect
+from kvmanager.framing import readable
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import error_from_rpc
 
@@ -175,7 +175,7 @@ def test_a_forked_child_counts_after_its_parent_died(patient: Node) -> None:
             assert patient.held() == held
         finally:
             signal.pidfd_send_signal(child, signal.SIGKILL)
-            assert select.select([child], [], [], 10)[0]
+            assert readable([child], 10)
             os.close(child)
         patient.wait_at_rest()
     assert cached_of(patient, 5) == 2 * SPAN

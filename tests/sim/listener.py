@@ -1,7 +1,8 @@
 """A router beside a simulated node: it hears what the core tells of its cache, and knows the truth after every event.
 
-The truth is read from the pages: a published span counts in a tier where all its page classes have pages that hold
-final content. Where an engine fills a page, what is valid of it is final, unless it is being loaded from the host.
+The truth is read from the pages: a published span counts on the device when all its page classes have pages there that
+hold final content, and on the host when some have, and the others on the device. Where an engine fills a page, what is
+valid of it is final, unless it is being loaded from the host.
 """
 
 from __future__ import annotations
@@ -94,10 +95,8 @@ def _tiers(chain: Chain, row: int) -> list[str]:
         states = _states(chain, row, c, DEVICE)
         device.append(states == {PageState.READY} or (states == {PageState.FILLING} and not final[c]))
     tiers = [chain.pool(0, DEVICE).tier] if all(device) else []
-    if any(states is not None for states in host):
-        both = zip(host, final, device, strict=True)
-        if all(there if states is None else is_final for states, is_final, there in both):
-            tiers.append("host")
+    if any(final) and all(there or here for there, here in zip(final, device, strict=True)):
+        tiers.append("host")
     return tiers
 
 

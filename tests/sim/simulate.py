@@ -85,11 +85,14 @@ class Simulation:
 
     def run(self, events: int, bytes_every: int = 8) -> SimReport:
         """Actions until the cores have applied that many events, and the end."""
-        for number in count():
-            if self.net.applied >= events:
-                break
-            self._do(number, number % bytes_every == 0)
-        self._do(FINISH, True)
+        try:
+            for number in count():
+                if self.net.applied >= events:
+                    break
+                self._do(number, number % bytes_every == 0)
+            self._do(FINISH, True)
+        finally:
+            self._close()
         counters: Counter[str] = Counter()
         for world in self.worlds:
             counters.update(world.node.state.counters)
@@ -97,8 +100,17 @@ class Simulation:
 
     def replay(self, actions: Iterable[int]) -> None:
         """Just these actions, with all bytes checked after each."""
-        for number in actions:
-            self._do(number, True)
+        try:
+            for number in actions:
+                self._do(number, True)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        """Gives the journals' memory back; nothing can be done any more."""
+        for world in self.worlds:
+            if world.crashes is not None:
+                world.crashes.close()
 
     def _do(self, number: int, check_bytes: bool) -> None:
         self.draw.seed(f"{self.seed}/{number}")

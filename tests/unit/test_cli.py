@@ -399,7 +399,8 @@ def test_config_check_shows_what_a_file_gives(tmp_path: Path) -> None:
     assert plain["pools"][0]["pages"] == (1 << 20) // page
     assert plain["beside"][0]["workspace_bytes"] == 400 * 788
     assert plain["fits"] == [
-        {"group": "g", "tokens": 400, "fits": False, "held": {}, "refusal": plain["fits"][0]["refusal"]}
+        {"group": "g", "tokens": 400, "fits": False, "whole_lacks_slabs": 0, "held": {},
+         "refusal": plain["fits"][0]["refusal"]}
     ]
     assert plain["fits"][0]["refusal"]["needed"] == 13
     shown = run("config", "check", str(config), "--tokens", "100")
