@@ -109,8 +109,9 @@ class Simulation:
     def _close(self) -> None:
         """Gives the journals' memory back; nothing can be done any more."""
         for world in self.worlds:
-            if world.crashes is not None:
-                world.crashes.close()
+            crashes, world.crashes = world.crashes, None
+            if crashes is not None:
+                crashes.close()
 
     def _do(self, number: int, check_bytes: bool) -> None:
         self.draw.seed(f"{self.seed}/{number}")
