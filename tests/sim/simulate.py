@@ -7,7 +7,6 @@ means the same whether or not another one before it is left out, and a failing h
 from __future__ import annotations
 
 import random
-import weakref
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -70,7 +69,6 @@ class Simulation:
         self.worlds = [World(i, specs, limits_of(self.kind), self.net, policy) for i, specs in enumerate(nodes)]
         for world in self.worlds:
             world.crashes = Crashes(world)
-            weakref.finalize(self, world.crashes.close)
         self.texts: list[Text] = []
         self.tickets: deque = deque(maxlen=6)
         tenants = [f"#{tenant.name}" for tenant in limits_of(self.kind).tenants] or [""]
