@@ -53,10 +53,16 @@ def take_mirrors(state: State, group: Group, chain: Chain, spans: list[int]) -> 
 
 
 def _fits(state: State, group: Group, chain: Chain, page_class: int, rows: RowArray) -> bool:
-    """Whether host pages for these spans leave behind all promises but those that they keep."""
+    """Whether host pages for these spans leave behind all promises but those that they keep.
+
+    Only what was promised may take the place of something else: mirrors that push each other out would never end.
+    """
     pool, name = chain.pool(page_class, HOST), chain.page_class(page_class).name
     needed = pool.slabs_needed({name: int(chain.widths(rows).sum())})
-    owed = pool.owed_slabs + needed - _kept(state, group, chain, page_class, rows)
+    kept = _kept(state, group, chain, page_class, rows)
+    if needed > pool.free_slabs and kept < needed:
+        return False
+    owed = pool.owed_slabs + needed - kept
     return owed <= pool.free_slabs or owed <= pool.free_slabs + reclaimable_slabs(group, pool)
 
 

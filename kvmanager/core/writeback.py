@@ -55,6 +55,10 @@ def _write_coldest(state: State, group: Group, number: int) -> None:
         for c in range(chain.table.classes)
         if chain.has_host(c)
     )
+    if chain.swaps:
+        # A mirror that takes another's place makes nothing clean.
+        room = min(chain.pool(c, HOST).free_slabs for c in range(chain.table.classes) if chain.has_host(c))
+        short = min(short, room // chain.spec.widest)
     if short <= 0:
         return
     rows = np.unique(np.asarray(group.unwritten[number], np.int64))

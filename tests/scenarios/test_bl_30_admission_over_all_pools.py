@@ -3,6 +3,7 @@
 Host and HBM together must hold it: here HBM has room for indexers, hot buffers and tails, and little more.
 """
 
+from kvmanager.core.admission import promises_hold
 from kvmanager.core.events import TicketInfo
 from kvmanager.core.pool import PageState
 from tests.sim.driver import Client, Driver, chain_keys
@@ -74,6 +75,29 @@ def test_a_prompt_longer_than_the_host_stays_in_hbm_with_what_the_host_lacks() -
         client.run()
         driver.end_all()
     assert driver.pool("d/host").promised_slabs <= 30
+    driver.leave(client)
+
+
+def test_pages_that_the_host_has_no_room_for_are_not_pushed_out() -> None:
+    """Others press for HBM at every step: what was promised to the first still holds, and its growth never fails."""
+    driver, client = decode(30, slabs=90)
+    group, tokens = driver.node.state.groups["d"], 40 * ROWS
+    assert client.open(1, tokens, "a", growth=10 * ROWS, ticket=TicketInfo("t", "peer", tokens, 1)).state == "waiting"
+    driver.end_all()
+    keys = chain_keys("a", 50)
+    admitted = 0
+    for have in range(tokens, tokens + 10 * ROWS):
+        number = have + 1
+        ticket = TicketInfo(f"t{number}", "peer", 12 * ROWS, 1)
+        admitted += client.open(number, 12 * ROWS, number, ticket=ticket).state == "waiting"
+        new = keys[(have - 1) // ROWS * 16 : have // ROWS * 16] if have > tokens else b""
+        reply = client.commit(1, have, have + 1, new)
+        assert all(grown.error is None for grown in reply.grown), reply.grown
+        assert promises_hold(group)
+        client.run()
+        driver.end_all()
+    assert admitted > 0
+    assert driver.counters["spill"] > 0
     driver.leave(client)
 
 

@@ -138,6 +138,8 @@ def test_hisparse_a_resume_names_what_was_retracted() -> None:
     assert isinstance(resumed(client, TOKENS + 1).error, InvalidArgument)
     assert isinstance(resumed(client, what="b").error, InvalidArgument)
     assert resumed(client).state == "runnable", "nobody took its pages"
+    table = driver.node.state.groups["d"].chains[0].table
+    assert (table.copies[:, 1, table.rows()[-1]] == 0).all(), "what is written again has no host copy"
     driver.leave(client)
 
 
