@@ -22,7 +22,7 @@ def test_short_history(seed: int) -> None:
 @pytest.mark.long
 def test_many_long_histories() -> None:
     """About ten minutes on two idle cores, five CPU seconds a history; `make sim SEEDS=300` runs more of them."""
-    seeds = range(10_000, 10_240)
+    seeds = range(10_000, 10_016)
     print(f"seeds {seeds.start}..{seeds.stop - 1}")
     reports, failed = run_all(seeds, 2_000, os.cpu_count() or 1)
     assert not failed, "\n".join(failed.values())
