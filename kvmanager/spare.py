@@ -2,7 +2,7 @@
 
     python -m kvmanager.spare FD MODULE ARGUMENT...
 
-Loading is most of what a restart costs. It is done here while a daemon serves, in a thread of the lowest priority.
+Loading is most of what a restart costs. It is done here while a daemon serves, in a thread of low priority.
 Then the process says so on the keeper's socket FD and waits. It holds no memory and no descriptor of a node, and
 ends when that socket does. Once the keeper sends it the daemon's lock and channel, it goes on as
 `python -m MODULE ARGUMENT... --keeper-fd N`: in place, or by execve when a file of what it loaded is not the same
@@ -36,6 +36,8 @@ Stamps = dict[str, tuple[int, int, int]]
 _PR_SET_PDEATHSIG: Final = 1
 _CHANGED_LATELY_NS: Final = 20_000_000
 """The clock that stamps files may be so far behind."""
+LOAD_NICENESS: Final = 10
+"""Of the loading thread: low, yet it gets on where engines keep every core busy (SCHED_IDLE took over 45 s there)."""
 _log = logging.getLogger("kvmanager.spare")
 
 
@@ -43,7 +45,7 @@ class LoadedProgram:
     """A module, all that it imported, and the files that this came from."""
 
     def __init__(self, name: str) -> None:
-        """Imports it, in a thread of the lowest priority. Raises what the import raises."""
+        """Imports it, in a thread of low priority. Raises what the import raises."""
         self._began_ns = time.time_ns()
         self.module = _imported(name)
         self._stamps = stamps_of(_files())
@@ -66,7 +68,7 @@ def _imported(name: str) -> ModuleType:
     def load() -> None:
         try:
             with contextlib.suppress(OSError):  # of this thread alone: a priority once given up is not given back
-                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOAD_NICENESS)
             found.append(importlib.import_module(name))
         except BaseException as error:
             found.append(error)
