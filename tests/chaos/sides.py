@@ -291,7 +291,8 @@ class Side:
         wrong = [] if self.node.stopped_in_order() else [f"{self.name}: did not stop in order\n{self.node.log_tail()}"]
         self.node.stop()
         if self.node.runtime_dir.exists():
-            wrong += [f"{self.name}: {path} is left" for path in self.node.runtime_dir.iterdir() if path.name != "history"]
+            left = [path for path in self.node.runtime_dir.iterdir() if path.name != "history"]
+            wrong += [f"{self.name}: {path} is left" for path in left]
         self.order.close()
         return wrong
 
