@@ -117,7 +117,7 @@ def evict_prefix(state: State, event: EvictPrefix) -> Evicted:
     for chain in group.chains:
         marked = np.zeros(len(chain.table.live), bool)
         marked[holding(chain, key)] = True
-        wanted.append(_below(chain, marked))
+        wanted.append(chain.table.below(marked))
     if not any(map(any_true, wanted)):
         raise InvalidArgument(f"group {event.group} has cached nothing with key {event.key.hex()}")
     return _evict(state, group, wanted)
@@ -160,18 +160,6 @@ def _evict(state: State, group: Group, wanted: list[BoolArray]) -> Evicted:
         held += int(marked.sum()) - len(rows)
     group.unblock()
     return Evicted(forgotten, held)
-
-
-def _below(chain: Chain, marked: BoolArray) -> BoolArray:
-    """The marked spans and all below them (bool[rows])."""
-    # Pointer doubling: `ahead[row]` is 1, 2, 4, ... steps towards the root; the last entry stands for "none".
-    none = len(marked)
-    ahead = np.append(np.where(chain.table.parent == NO_SPAN, none, chain.table.parent), none)
-    found = np.append(marked, False)
-    while any_true(ahead != none):
-        found |= found[ahead]
-        ahead = ahead[ahead]
-    return found[:none]
 
 
 def _group(state: State, name: str) -> Group:

@@ -461,14 +461,7 @@ class Reclaimer:
         """`wanted` spans and the evictable spans below them."""
         if not any_true(rows & ~wanted):
             return wanted
-        # Pointer doubling: `ahead[row]` is 1, 2, 4, ... steps towards the root; the last entry stands for "none".
-        none = len(rows)
-        ahead = np.append(np.where(chain.table.parent == NO_SPAN, none, chain.table.parent), none)
-        marked = np.append(wanted, False)
-        while any_true(ahead != none):
-            marked |= marked[ahead]
-            ahead = ahead[ahead]
-        return marked[:none] & rows
+        return chain.table.below(wanted) & rows
 
     def evict(self, chain: Chain, rows: RowArray, pool: str = "", why: Loss = Loss.EVICTED) -> None:
         """Forgets idle spans, children before their parents: all their copies on all shards together.

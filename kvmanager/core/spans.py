@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmanager.allocators.fixed import PageArray
-from kvmanager.core.rows import RowArray, RowList, all_true, any_true, as_range, longer
+from kvmanager.core.rows import BoolArray, RowArray, RowList, all_true, any_true, as_range, longer
 from kvmanager.core.spankeys import SpanKeys
 from kvmanager.geometry import TokenOrder
 
@@ -298,6 +298,17 @@ class SpanTable:
         """Takes it back, before the pins themselves go."""
         self._count(self.anchored, rows, -1)
         assert len(rows) == 0 or self.anchored[rows].min() >= 0, "a span lost one anchor too many"
+
+    def below(self, marked: BoolArray) -> BoolArray:
+        """The marked spans and all below them (bool[rows])."""
+        # Pointer doubling: `ahead[row]` is 1, 2, 4, ... steps towards the root; the last entry stands for "none".
+        none = len(marked)
+        ahead = np.append(np.where(self.parent == NO_SPAN, none, self.parent), none)
+        found = np.append(marked, False)
+        while any_true(ahead != none):
+            found |= found[ahead]
+            ahead = ahead[ahead]
+        return found[:none]
 
     def rows(self) -> npt.NDArray[np.int64]:
         """Live rows, ascending."""

@@ -28,6 +28,7 @@ from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.runtime_dir import GRPC_SOCKET
 from kvmanager.wire import abort_with, pack_u32
+from tests.minimal_config import minimal_toml
 
 VERBS = ("serve", "status", "pools", "map", "requests", "prefixes", "leases", "demo", "replay")
 BIG = (1 << 63) + 5
@@ -310,22 +311,6 @@ def test_the_config_finds_the_node(node: Node, tmp_path: Path) -> None:
     config = tmp_path / "node.toml"
     config.write_text(minimal_toml(node.directory))
     assert run("status", "--config", str(config)).exit_code == 0
-
-
-def minimal_toml(runtime_dir: Path) -> str:
-    return f"""
-[node]
-name = "n"
-runtime_dir = "{runtime_dir}"
-[[group]]
-name = "g"
-kind = "sharded"
-format = "glm-5.3-tiny-fp8_ds_mla"
-ranks = 2
-page_rows = 16
-hbm_bytes_per_rank = "1MiB"
-host_bytes_per_rank = 0
-"""
 
 
 def one_line(result: click.testing.Result) -> str:

@@ -14,21 +14,10 @@ from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.groups import core_limits
 from kvmanager.layout import GLM53_TINY
 from kvmanager.units import MIB
+from tests.minimal_config import minimal_toml
 
 EXAMPLE = files("kvmanager.demo").joinpath("data/example.toml").read_text(encoding="utf-8")
-MINIMAL = """
-[node]
-name = "n"
-runtime_dir = "/tmp/n"
-[[group]]
-name = "g"
-kind = "sharded"
-format = "glm-5.3-tiny-fp8_ds_mla"
-ranks = 2
-page_rows = 16
-hbm_bytes_per_rank = "1MiB"
-host_bytes_per_rank = 0
-"""
+MINIMAL = minimal_toml()
 
 
 def test_example_loads() -> None:

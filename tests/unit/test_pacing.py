@@ -12,23 +12,11 @@ from kvmanager.transport.cpu import SLICE_BYTES, CpuExecutor
 from kvmanager.transport.executor import RegionMap
 from kvmanager.transport.pacing import BURST_NS, LinkRates, Pacer, TokenBucket
 from kvmanager.units import MIB, MILLISECOND_NS, SECOND_NS
+from tests.minimal_config import minimal_toml
 from tests.plans import strided
 
 RATE = 1_000 * MIB
-NODE = """
-[node]
-name = "n"
-runtime_dir = "/tmp/n"
-[[group]]
-name = "g"
-kind = "sharded"
-format = "glm-5.3-tiny-fp8_ds_mla"
-ranks = 2
-page_rows = 16
-hbm_bytes_per_rank = "1MiB"
-host_bytes_per_rank = 0
-[mover]
-"""
+NODE = minimal_toml() + "[mover]\n"
 
 
 class Clock:
