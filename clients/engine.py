@@ -343,8 +343,11 @@ class EngineClient:
                 return None
         return self.wait_ready(request_id, 0.0)
 
-    def export(self, request_id: int, timeout_s: float = STEP_TIMEOUT_S) -> pb.Ticket:
+    def export(self, request_id: int, timeout_s: float = STEP_TIMEOUT_S, expected_tokens: int = 0) -> pb.Ticket:
         """A ticket for what the request has committed, once the daemon has seen the commit's fence.
+
+        `expected_tokens`: more than that; then the ticket comes at once, and grows with the request up to so many,
+        so that the other node reads while this one still computes.
 
         Asks again while the daemon says that it is not there yet (the call is idempotent). Raises the
         daemon's typed error otherwise, or when `timeout_s` has passed.
@@ -352,6 +355,7 @@ class EngineClient:
         deadline = time.monotonic() + timeout_s
         while True:
             request = pb.ExportRequest(boot_id=self.boot_id, epoch=self.epoch, request_id=request_id)
+            request.expected_tokens = expected_tokens
             try:
                 reply: pb.ExportReply = self._peer_stub.Export(request)
                 return reply.ticket

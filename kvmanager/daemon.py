@@ -372,7 +372,8 @@ class Daemon:
             case SubmitPlan():
                 self._mover.submit(effect.plan)
             case CancelPlan():
-                self._mover.cancel(effect.plan_id)
+                if not self._handoffs.cancel(effect.plan_id):
+                    self._mover.cancel(effect.plan_id)
             case StartPull():
                 self._handoffs.start(effect)
             case AbandonTicket():

@@ -1,6 +1,8 @@
 """The target's side of a hand-off: accept the ticket, have the mover pull, check, publish, release.
 
-    waiting for a thread -> Accept -> the mover pulls -> Check -> PlanEnded -> Release
+    waiting for a thread -> Accept -> the mover pulls, chain by chain -> Check -> PlanEnded -> Release
+        |                     ^             |
+        |                     `-- more is to come: again, from where it stopped
         `------ heartbeats keep the ticket alive ------'
 
 Each pull is driven by one thread of a pool; the core waits for one event, `PlanEnded`. Nothing is published
@@ -13,7 +15,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,27 +25,64 @@ from kvmanager.core.events import CopyOutcome, Event, PlanEnded, StartPull, Tick
 from kvmanager.core.spec import GroupSpec
 from kvmanager.errors import Draining, KVError, LayoutMismatch, PeerUnreachable, StalePage, TransferFailed
 from kvmanager.geometry import Int64Array
+from kvmanager.layout import KVLayout
 from kvmanager.movers import Mover
 from kvmanager.peers import Peers
 from kvmanager.planwire import ring_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull, expected_sums
+from kvmanager.pulls import (
+    SourceSpans,
+    Staging,
+    TargetClass,
+    build_pull,
+    expected_sums,
+    part_id,
+    pull_of,
+    share_out,
+    split_at,
+)
 from kvmanager.wire import layout_from_proto, unpack_u32, unpack_u64
 
 ACCEPT_DEADLINE_S = 30.0
 """The source may have to start its NIXL agent first."""
 BEATS_PER_LEASE = 3
-THREADS = 8
+THREADS = 32
+"""Pulls at one time; one that waits for its source to compute on holds one."""
+GROWTH_PAUSE_S = 0.02
+"""Before the source is asked again whether more has been computed."""
+_EVERYTHING = 1 << 62
 _log = logging.getLogger("kvmanager.handoff")
 Ended = tuple[CopyOutcome, KVError | None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pull:
-    """One pull, from the core's order to the event that ends it. `moved`: the mover's end of it."""
+    """One pull, from the core's order to the event that ends it.
+
+    `part`: what the mover has of it now, `moved`: the end of that. `over`: why no further part is begun.
+    """
 
     effect: StartPull
+    part: int = -1
     moved: Future[Ended] = field(default_factory=Future)
+    over: Ended | None = None
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def begin_part(self) -> int:
+        """The mover's number for the next part."""
+        self.part += 1
+        self.moved = Future()
+        return part_id(self.effect.plan_id, self.part)
+
+    def end(self, ended: Ended) -> None:
+        """Nothing more is begun; the reason that came first counts."""
+        self.over = self.over or ended
+        self.stopped.set()
+
+    def settle(self, ended: Ended) -> None:
+        """The part is over; the first to say so counts."""
+        with suppress(InvalidStateError):
+            self.moved.set_result(ended)
 
 
 class Handoffs:
@@ -95,28 +135,41 @@ class Handoffs:
             if not self._closed:
                 self._threads.submit(self._release_quietly, ticket)
 
-    def pull_ended(self, plan_id: int, outcome: CopyOutcome, error: KVError | None) -> bool:
-        """The mover's completion of a pull; False when the id is no pull's. The first one counts."""
+    def cancel(self, plan_id: int) -> bool:
+        """Begins nothing more of a pull; it ends once what is in flight has. False when the id is no pull's."""
         with self._lock:
             pull = self._pulls.get(plan_id)
-            if pull is not None and not pull.moved.done():
-                pull.moved.set_result((outcome, error))
+            if pull is None:
+                return False
+            pull.end((CopyOutcome.CANCELLED, None))
+            part = part_id(plan_id, max(pull.part, 0))
+        assert self._mover is not None
+        self._mover.cancel(part)
+        return True
+
+    def pull_ended(self, work_id: int, outcome: CopyOutcome, error: KVError | None) -> bool:
+        """The mover's completion of a pull's part; False when the id is no pull's. The first one counts."""
+        with self._lock:
+            pull = self._pulls.get(pull_of(work_id))
+            if pull is not None and work_id == part_id(pull.effect.plan_id, pull.part):
+                pull.settle((outcome, error))
         return pull is not None
 
     def mover_gone(self, alive: set[int]) -> None:
         """Our mover died: pulls not among `alive` are over for the core, also those that were not sent yet."""
         with self._lock:
             for plan_id, pull in self._pulls.items():
-                if plan_id not in alive and not pull.moved.done():
-                    pull.moved.set_result((CopyOutcome.FAILED, PeerUnreachable("our mover died; open it again")))
+                if plan_id not in alive:
+                    pull.end((CopyOutcome.FAILED, PeerUnreachable("our mover died; open it again")))
+                    pull.settle((CopyOutcome.FAILED, PeerUnreachable("our mover died; open it again")))
 
     def close(self) -> None:
         """Waits for no one: pulls still running end with the node's memory."""
         with self._lock:
             self._closed = True
             for pull in self._pulls.values():
-                if not pull.moved.done():
-                    pull.moved.set_result((CopyOutcome.UNKNOWN_FATE, Draining("the node stops")))
+                pull.end((CopyOutcome.UNKNOWN_FATE, Draining("the node stops")))
+                pull.settle((CopyOutcome.UNKNOWN_FATE, Draining("the node stops")))
         self._changed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._peers.close()
@@ -141,16 +194,25 @@ class Handoffs:
         self._release_quietly(effect.ticket)
 
     def _pull(self, pull: _Pull) -> Ended:
-        assert self._mover is not None
         source = pull.effect.ticket.node_address
-        ticket = pb.Ticket(ticket_id=pull.effect.ticket.ticket_id)
-        request = pb.AcceptRequest(ticket=ticket, target_node=self._node)
-        accepted: pb.AcceptReply = self._peers.call(source, "Accept", request, ACCEPT_DEADLINE_S)
-        # A mover that comes later must not write into pages that the core gave up when the old one died.
-        self._mover.pull(self._command(pull.effect, accepted), lambda: not pull.moved.done())
-        outcome, error = pull.moved.result()  # the mover has a deadline of its own, and its death ends it too
-        if outcome is not CopyOutcome.DONE:
-            return outcome, error
+        first: pb.AcceptReply | None = None
+        later = self._targets(pull.effect)
+        while True:
+            if pull.over is not None:
+                return pull.over
+            accepted = self._accept(pull.effect)
+            first = first or accepted
+            if accepted.mover_incarnation != first.mover_incarnation:
+                return CopyOutcome.FAILED, StalePage("the source's mover was restarted; what was read is dropped")
+            end = _EVERYTHING if accepted.final else int(accepted.committed_tokens)
+            now, later = split_at(later, end)
+            outcome, error = self._move(pull, accepted, now)
+            if outcome is not CopyOutcome.DONE:
+                return outcome, error
+            if accepted.final:
+                break
+            if not now:
+                pull.stopped.wait(GROWTH_PAUSE_S)
         check = pb.CheckRequest(
             ticket_id=pull.effect.ticket.ticket_id,
             mover_incarnation=accepted.mover_incarnation,
@@ -164,30 +226,66 @@ class Handoffs:
             return CopyOutcome.FAILED, StalePage(f"what was read is not what was exported: {stale}")
         return CopyOutcome.DONE, None
 
-    def _command(self, effect: StartPull, accepted: pb.AcceptReply) -> pb.Pull:
+    def _accept(self, effect: StartPull) -> pb.AcceptReply:
+        ticket = pb.Ticket(ticket_id=effect.ticket.ticket_id)
+        request = pb.AcceptRequest(ticket=ticket, target_node=self._node)
+        accepted: pb.AcceptReply = self._peers.call(effect.ticket.node_address, "Accept", request, ACCEPT_DEADLINE_S)
+        return accepted
+
+    def _move(self, pull: _Pull, accepted: pb.AcceptReply, targets: list[TargetClass]) -> Ended:
+        """Has the mover bring these, from one chain of the source after the other."""
+        assert self._mover is not None
+        layouts = [layout_from_proto(chain.layout) for chain in accepted.chains]
+        for chain, layout, share in zip(accepted.chains, layouts, share_out(layouts, targets), strict=True):
+            if not share:
+                continue
+            with self._lock:
+                work_id = pull.begin_part()
+                moved = pull.moved
+
+            def wanted(moved: Future[Ended] = moved) -> bool:
+                # A mover that comes later must not write into pages that the core gave up when the old one died.
+                if pull.over is not None:
+                    pull.settle(pull.over)
+                return pull.over is None and not moved.done()
+
+            self._mover.pull(self._command(pull.effect, work_id, accepted, chain, layout, share), wanted)
+            outcome, error = moved.result()  # the mover has a deadline of its own, and its death ends it too
+            if outcome is not CopyOutcome.DONE:
+                return outcome, error
+        return CopyOutcome.DONE, None
+
+    def _targets(self, effect: StartPull) -> list[TargetClass]:
+        """Everything that is wanted."""
+        chains = {chain.name: chain for chain in self._groups[effect.group].chains}
+        layouts = {(chain.name, c.name): c.layout for chain in chains.values() for c in chain.classes}
+        return [
+            TargetClass(layouts[part.chain, target.page_class], target)
+            for part in effect.chains
+            for target in part.targets
+        ]
+
+    def _command(
+        self,
+        effect: StartPull,
+        work_id: int,
+        accepted: pb.AcceptReply,
+        chain: pb.SourceChain,
+        layout: KVLayout,
+        targets: list[TargetClass],
+    ) -> pb.Pull:
         """The mover's command. Raises LayoutMismatch when the two sides' pages can't be matched."""
-        spec = self._groups[effect.group]
-        chain = next(c for c in spec.chains if c.name == effect.chain)
-        layout = layout_from_proto(accepted.layout)
-        if layout.page_rows != spec.page_rows:
-            raise LayoutMismatch(
-                f"source pages have {layout.page_rows} rows, those of {effect.group} {spec.page_rows}; "
-                "configure both nodes with the same page_rows"
-            )
-        classes = {c.name: c for c in chain.classes}
-        targets = [TargetClass(classes[t.page_class].layout, t) for t in effect.targets]
         staging = Staging.of(self._staging_bytes, self._chunk_bytes, layout.page_bytes)
-        addresses = [rank.base_address for rank in sorted(accepted.ranks, key=lambda r: r.rank)]
+        addresses = [rank.base_address for rank in sorted(chain.ranks, key=lambda r: r.rank)]
         with self._slots:  # pulls take turns in the ring
-            ring = build_pull(
-                effect.plan_id, layout, source_spans(accepted), addresses, targets, staging, self._next_slot
-            )
+            ring = build_pull(work_id, layout, source_spans(chain), addresses, targets, staging, self._next_slot)
             self._next_slot = (self._next_slot + ring.chunks) % staging.slots
-        expected = expected_sums(accepted, layout, addresses, ring.addresses)
+        expected = expected_sums(chain, layout, addresses, ring.addresses)
         pull = ring_to_proto(replace(ring, expected=expected))
         pull.agent_name = accepted.agent_name
         pull.agent_metadata = accepted.agent_metadata
         pull.peer_incarnation = accepted.mover_incarnation
+        pull.packed = accepted.packed
         pull.deadline_ns = effect.deadline_ns
         return pull
 
@@ -232,18 +330,17 @@ class Handoffs:
                 _log.warning("heartbeat to %s: %s", source, error)
 
 
-def source_spans(accepted: pb.AcceptReply) -> SourceSpans:
-    """The source's spans in an accepted ticket. Raises LayoutMismatch for more than one chain or page class."""
+def source_spans(chain: pb.SourceChain) -> SourceSpans:
+    """The source's spans of one chain. Raises LayoutMismatch for more than one page class."""
 
     def numbers(data: bytes, name: str) -> Int64Array:
         return unpack_u32(data, name).astype(np.int64)
 
-    runs = list(accepted.spans)
-    if len(runs) != 1 or len(runs[0].pages) != 1:
-        raise LayoutMismatch(f"a source of {len(runs)} chains; a hand-off reads one chain of one page class")
-    run = runs[0]
+    run = chain.spans
+    if len(run.pages) != 1:
+        raise LayoutMismatch(f"a source chain of {len(run.pages)} page classes; a hand-off reads chains of one")
     return SourceSpans(
-        len(accepted.ranks),
+        len(chain.ranks),
         unpack_u64(run.first_tokens, "spans.first_tokens").astype(np.int64),
         numbers(run.segments, "spans.segments"),
         numbers(run.interleave, "spans.interleave"),

@@ -141,7 +141,10 @@ def _open(entry: pb.OpenRequest) -> Open:
     ticket = None
     if entry.HasField("ticket"):
         ticket = TicketInfo(
-            entry.ticket.ticket_id, entry.ticket.node_address, entry.ticket.committed_tokens, entry.ticket.lease_ttl_ns
+            entry.ticket.ticket_id,
+            entry.ticket.node_address,
+            max(entry.ticket.committed_tokens, entry.ticket.expected_tokens),
+            entry.ticket.lease_ttl_ns,
         )
     return Open(
         entry.request_id,

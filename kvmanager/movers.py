@@ -31,6 +31,7 @@ from kvmanager.memory import NodeRegions
 from kvmanager.moverconnection import MoverConnection, MoverProcess
 from kvmanager.moverlink import MoverLink, mover_socket
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.pulls import pull_of
 from kvmanager.transport.pacing import NO_LIMITS, LinkRates
 from kvmanager.units import GIB
 from kvmanager.wire import RegionKind, error_from_proto, unpack_u64
@@ -412,7 +413,7 @@ class Mover:
         with self._lock:
             self._info = MoverInfo()
             self._outstanding = set()
-            self._waiting = [work for work in self._waiting if _id_of(work) in alive]
+            self._waiting = [work for work in self._waiting if _job_of(work) in alive]
 
 
 def _urgency_of(work: pb.Pull | CopyPlan) -> Urgency:
@@ -421,3 +422,7 @@ def _urgency_of(work: pb.Pull | CopyPlan) -> Urgency:
 
 def _id_of(work: pb.Pull | CopyPlan) -> int:
     return work.plan_id if isinstance(work, CopyPlan) else work.pull_id
+
+
+def _job_of(work: pb.Pull | CopyPlan) -> int:
+    return work.plan_id if isinstance(work, CopyPlan) else pull_of(work.pull_id)

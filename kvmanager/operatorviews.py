@@ -31,9 +31,10 @@ def _transfer(state: State, plan_id: int, job: CopyJob | PullJob | CheckJob, dev
     match job:
         case PullJob():
             said.purpose, urgency, said.waiters, said.ticket_id = "pull", Urgency.WAITED_FOR, 1, job.ticket.ticket_id
-            said.spans = len(job.rows)
-            for c in range(len(group.chains[job.chain].spec.classes)):
-                said.moved_bytes += _bytes(group, job.chain, c, job.rows)
+            said.spans = sum(len(rows) for _, rows in job.rows)
+            for number, rows in job.rows:
+                for c in range(len(group.chains[number].spec.classes)):
+                    said.moved_bytes += _bytes(group, number, c, rows)
         case CheckJob():
             said.purpose, urgency, said.spans = Purpose.CHECK.value, Purpose.CHECK.urgency, len(job.rows)
             said.moved_bytes = _bytes(group, job.chain, job.page_class, job.rows)

@@ -8,6 +8,7 @@ import grpc
 
 from kvmanager.attach import ClientIdentity
 from kvmanager.callers import Callers, typed
+from kvmanager.core.checksums import SumArray
 from kvmanager.core.events import (
     AcceptTicket,
     CheckTicket,
@@ -15,12 +16,14 @@ from kvmanager.core.events import (
     ExportRequestKV,
     ReleaseTicket,
     RenewTickets,
+    SpanRunTable,
     TicketPages,
 )
 from kvmanager.core.node import Node
-from kvmanager.core.spec import GroupSpec
+from kvmanager.core.spec import ChainSpec, GroupSpec, Placement
 from kvmanager.core.verification import ticket_sums
 from kvmanager.errors import LayoutMismatch, NotReady, StaleBoot, StalePage, UnknownLease
+from kvmanager.geometry import Int64Array
 from kvmanager.killpoints import reach
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership
@@ -62,7 +65,9 @@ class PeerService(pb_grpc.PeerServicer):
         engine = self._membership.engine_of(token, request.epoch)
         registration = self._membership.registration(engine, request.epoch)
         ticket_id = secrets.token_hex(16)
-        answer: Exported = self._loop.call(ExportRequestKV(engine, request.epoch, request.request_id, ticket_id))
+        answer: Exported = self._loop.call(
+            ExportRequestKV(engine, request.epoch, request.request_id, ticket_id, request.expected_tokens)
+        )
         reach("daemon.ticket.exported")
         self._mover.warm_agent()  # whoever accepts the ticket needs it
         return pb.ExportReply(
@@ -73,7 +78,8 @@ class PeerService(pb_grpc.PeerServicer):
                 namespace=registration.namespace,
                 kv_fingerprint=self._groups[registration.group].kv_format.fingerprint,
                 committed_tokens=answer.committed_tokens,
-                final=True,
+                expected_tokens=answer.expected_tokens,
+                final=answer.committed_tokens >= answer.expected_tokens,
                 lease_ttl_ns=answer.lease_ttl_ns,
             )
         )
@@ -84,14 +90,13 @@ class PeerService(pb_grpc.PeerServicer):
         holder = _holder(self._callers.who(context, "peer"))
         ticket_id = request.ticket.ticket_id
         group, pages = self._loop.inspect(lambda node: _group_of(node, ticket_id))
-        chain = self._groups[group].chains[0]
-        if len(chain.classes) != 1:
-            raise LayoutMismatch(
-                f"group {group} keeps its KV in {len(chain.classes)} page classes; export from a sharded group"
-            )
-        page_class = chain.classes[0]
+        for chain in self._groups[group].chains:
+            if len(chain.classes) != 1:
+                raise LayoutMismatch(
+                    f"group {group} keeps its KV in {len(chain.classes)} page classes; export from a sharded group"
+                )
         answer: TicketPages = self._loop.call(AcceptTicket(ticket_id, holder))
-        summed_pages, sums = self._loop.inspect(lambda node: ticket_sums(node.state, ticket_id))
+        sums = self._loop.inspect(lambda node: ticket_sums(node.state, ticket_id))
         agent = self._mover.agent()
         info = self._mover.info
         if info.incarnation != agent.incarnation:
@@ -100,17 +105,14 @@ class PeerService(pb_grpc.PeerServicer):
             agent_metadata=agent.metadata,
             agent_name=agent.name,
             mover_incarnation=agent.incarnation,
-            layout=layout_to_proto(page_class.layout),
-            spans=[span_run(table) for table in answer.spans],
-            generations=pack_u32(answer.generations),
-            summed_pages=pack_u32(summed_pages),
-            sums=pack_u64(sums.reshape(-1)),
-            ranks=[
-                pb.SourceRank(
-                    rank=rank, base_address=info.addresses[region], size_bytes=pages * page_class.layout.page_bytes
-                )
-                for rank, region in enumerate(page_class.device_regions)
+            chains=[
+                _source_chain(chain, table, summed, pages[chain.classes[0].device_pool], info.addresses)
+                for chain, table, summed in zip(self._groups[group].chains, answer.spans, sums, strict=True)
             ],
+            generations=pack_u32(answer.generations),
+            packed=self._mover.device != "cpu",
+            committed_tokens=answer.committed_tokens,
+            final=answer.final,
         )
 
     @typed
@@ -143,10 +145,34 @@ def _holder(identity: ClientIdentity) -> str:
     return f"{identity.name} (uid {identity.uid}, pid {identity.pid}, started {identity.started})"
 
 
-def _group_of(node: Node, ticket_id: str) -> tuple[str, int]:
-    """(group, pages a rank of its device pool) of a ticket. Raises UnknownLease."""
+def _source_chain(
+    chain: ChainSpec,
+    table: SpanRunTable,
+    summed: tuple[Int64Array, SumArray],
+    pages: int,
+    addresses: dict[int, int],
+) -> pb.SourceChain:
+    """`pages`: of a rank's device pool."""
+    (page_class,) = chain.classes
+    # Every rank of a replicated chain holds all of it: one of them is read.
+    regions = page_class.device_regions if chain.placement is Placement.SHARDED else page_class.device_regions[:1]
+    summed_pages, sums = summed
+    return pb.SourceChain(
+        layout=layout_to_proto(page_class.layout),
+        spans=span_run(table),
+        summed_pages=pack_u32(summed_pages),
+        sums=pack_u64(sums[:, : len(regions)].reshape(-1)),
+        ranks=[
+            pb.SourceRank(rank=rank, base_address=addresses[region], size_bytes=pages * page_class.layout.page_bytes)
+            for rank, region in enumerate(regions)
+        ],
+    )
+
+
+def _group_of(node: Node, ticket_id: str) -> tuple[str, dict[str, int]]:
+    """(group, pages a rank of its pools) of a ticket. Raises UnknownLease."""
     ticket = node.state.tickets.get(ticket_id)
     if ticket is None:
         raise UnknownLease(f"no ticket {ticket_id!r}: never given, released or expired; prefill again for a new one")
     group = node.state.groups[ticket.group]
-    return ticket.group, group.pools[group.spec.chains[0].classes[0].device_pool].slabs
+    return ticket.group, {name: pool.slabs for name, pool in group.pools.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +12,26 @@ from kvmanager.core.checksums import SUM_WORDS, ExpectedSums, sections_of
 from kvmanager.core.events import PullTarget
 from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
 from kvmanager.core.spanplans import SpanRun, copy_spans
-from kvmanager.errors import LayoutMismatch
+from kvmanager.core.state import PULL_PARTS
+from kvmanager.errors import LayoutMismatch, TransferFailed
 from kvmanager.geometry import Int64Array, TokenOrder
 from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import KVLayout
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.transport.ring import RingPull
 from kvmanager.wire import unpack_u32, unpack_u64
+
+
+def part_id(plan_id: int, part: int) -> int:
+    """What the mover knows part `part` of a pull by. Raises TransferFailed where there are too many."""
+    if part >= PULL_PARTS:
+        raise TransferFailed(f"pull {plan_id} came in more than {PULL_PARTS} parts")
+    return plan_id + part
+
+
+def pull_of(work_id: int) -> int:
+    """The pull, if it is one, that work of a mover belongs to."""
+    return work_id - work_id % PULL_PARTS
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,51 @@ class TargetClass:
 
     layout: KVLayout
     target: PullTarget
+
+
+def share_out(sources: Sequence[KVLayout], targets: Sequence[TargetClass]) -> list[list[TargetClass]]:
+    """What each of the source's chains brings: every component of every target from the first that has it.
+
+    Raises LayoutMismatch naming all that none has, or that have pages of other sizes.
+    """
+    missing: list[str] = []
+    shares: list[list[TargetClass]] = [[] for _ in sources]
+    for each in targets:
+        wanted = dict(each.layout.by_key)
+        for share, layout in zip(shares, sources, strict=True):
+            mine = tuple(wanted.pop(key) for key in list(wanted) if key in layout.by_key)
+            if mine and layout.page_rows != each.layout.page_rows:
+                missing.append(
+                    f"pages of {layout.name} have {layout.page_rows} rows, those of {each.layout.name} "
+                    f"{each.layout.page_rows} (configure both nodes with the same page_rows)"
+                )
+            elif mine:
+                whole = len(mine) == len(each.layout.components)
+                share.append(each if whole else replace(each, layout=replace(each.layout, components=mine)))
+        missing += [f"no {section} of layer {layer} for {each.layout.name}" for section, layer in wanted]
+    if missing:
+        held = ", ".join(layout.name for layout in sources) or "nothing"
+        raise LayoutMismatch(f"the source, with {held}: {'; '.join(missing[:16])}")
+    return shares
+
+
+def split_at(targets: Sequence[TargetClass], tokens: int) -> tuple[list[TargetClass], list[TargetClass]]:
+    """The spans that end at or below position `tokens`, with their wanted positions, and those after them."""
+    now: list[TargetClass] = []
+    later: list[TargetClass] = []
+    for each in targets:
+        parts: tuple[list[SpanRun], list[SpanRun]] = [], []
+        for run in each.target.spans:
+            span_tokens = run.order.segments * each.layout.page_rows
+            count = min(max(tokens - run.first_token, 0) // span_tokens, len(run.pages) // run.width)
+            for part, first, last in ((parts[0], 0, count), (parts[1], count, len(run.pages) // run.width)):
+                if first < last:
+                    pages = run.pages[first * run.width : last * run.width]
+                    part.append(replace(run, first_token=run.first_token + first * span_tokens, pages=pages))
+        for found, spans in ((now, parts[0]), (later, parts[1])):
+            if spans:
+                found.append(replace(each, target=replace(each.target, spans=tuple(spans))))
+    return now, later
 
 
 def build_pull(
@@ -160,15 +218,15 @@ def _addresses(
 
 
 def expected_sums(
-    accepted: pb.AcceptReply, layout: KVLayout, bases: Sequence[int], addresses: npt.NDArray[np.uint64]
+    accepted: pb.SourceChain, layout: KVLayout, bases: Sequence[int], addresses: npt.NDArray[np.uint64]
 ) -> ExpectedSums | None:
     """What the pages at `addresses` must add up to, as far as the source says; None where it knows none.
 
     `bases[r]`: of rank r's region in the source mover. Raises LayoutMismatch for another number of sums.
     """
-    pages = unpack_u32(accepted.summed_pages, "AcceptReply.summed_pages").astype(np.uint64)
+    pages = unpack_u32(accepted.summed_pages, "SourceChain.summed_pages").astype(np.uint64)
     sections = tuple((section.start, section.size_bytes) for section in sections_of(layout))
-    sums = unpack_u64(accepted.sums, "AcceptReply.sums")
+    sums = unpack_u64(accepted.sums, "SourceChain.sums")
     words = len(sections) * SUM_WORDS
     if len(sums) != len(pages) * len(bases) * words:
         raise LayoutMismatch(f"{len(sums)} words of checksums for {len(pages)} pages on {len(bases)} ranks")

@@ -1794,6 +1794,7 @@ class Ticket(_message.Message):
     COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
     LEASE_TTL_NS_FIELD_NUMBER: _builtins.int
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     """id: 128 random bits in hex"""
     node_address: _builtins.str
@@ -1805,9 +1806,11 @@ class Ticket(_message.Message):
     committed_tokens: _builtins.int
     """tokens [0, n) that can be read"""
     final: _builtins.bool
-    """false: the export may be extended"""
+    """false: more is added while its request is computed, up to expected_tokens"""
     lease_ttl_ns: _builtins.int
     """nanoseconds that the lease lasts; renewed by Heartbeat"""
+    expected_tokens: _builtins.int
+    """tokens [0, n) that can be read in the end; 0: committed_tokens"""
     @_builtins.property
     def namespace(self) -> Global___Namespace:
         """what the source's keys mean; left empty by this version"""
@@ -1823,10 +1826,11 @@ class Ticket(_message.Message):
         committed_tokens: _builtins.int = ...,
         final: _builtins.bool = ...,
         lease_ttl_ns: _builtins.int = ...,
+        expected_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "committed_tokens", b"committed_tokens", "final", b"final", "kv_fingerprint", b"kv_fingerprint", "lease_ttl_ns", b"lease_ttl_ns", "namespace", b"namespace", "node_address", b"node_address", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "committed_tokens", b"committed_tokens", "expected_tokens", b"expected_tokens", "final", b"final", "kv_fingerprint", b"kv_fingerprint", "lease_ttl_ns", b"lease_ttl_ns", "namespace", b"namespace", "node_address", b"node_address", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1841,22 +1845,26 @@ class ExportRequest(_message.Message):
     BOOT_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
     """id of the daemon's start"""
     epoch: _builtins.int
     """id of the registration"""
     request_id: _builtins.int
     """id of an open request"""
+    expected_tokens: _builtins.int
+    """tokens that the ticket is to cover in the end; 0: what is committed now"""
     def __init__(
         self,
         *,
         boot_id: _builtins.int = ...,
         epoch: _builtins.int = ...,
         request_id: _builtins.int = ...,
+        expected_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "expected_tokens", b"expected_tokens", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1945,6 +1953,50 @@ class SourceRank(_message.Message):
 Global___SourceRank: _TypeAlias = SourceRank  # noqa: Y015
 
 @_typing.final
+class SourceChain(_message.Message):
+    """One chain of the source's spans."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    SUMMED_PAGES_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    summed_pages: _builtins.bytes
+    """u32[pages]: those of the pages, by index, whose checksums are known"""
+    sums: _builtins.bytes
+    """u64[words]: of each, rank by rank, section by section: two words"""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceRank]:
+        """one a rank of the source's shard group; of a replicated chain one"""
+
+    @_builtins.property
+    def layout(self) -> Global___Layout:
+        """of the source's pages"""
+
+    @_builtins.property
+    def spans(self) -> Global___SpanRun:
+        """device pages of the source"""
+
+    def __init__(
+        self,
+        *,
+        ranks: _abc.Iterable[Global___SourceRank] | None = ...,
+        layout: Global___Layout | None = ...,
+        spans: Global___SpanRun | None = ...,
+        summed_pages: _builtins.bytes = ...,
+        sums: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "spans", b"spans"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ranks", b"ranks", "spans", b"spans", "summed_pages", b"summed_pages", "sums", b"sums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceChain: _TypeAlias = SourceChain  # noqa: Y015
+
+@_typing.final
 class AcceptReply(_message.Message):
     """Everything a pull needs."""
 
@@ -1953,13 +2005,11 @@ class AcceptReply(_message.Message):
     AGENT_METADATA_FIELD_NUMBER: _builtins.int
     AGENT_NAME_FIELD_NUMBER: _builtins.int
     MOVER_INCARNATION_FIELD_NUMBER: _builtins.int
-    RANKS_FIELD_NUMBER: _builtins.int
-    LAYOUT_FIELD_NUMBER: _builtins.int
-    SPANS_FIELD_NUMBER: _builtins.int
+    CHAINS_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
-    SUMMED_PAGES_FIELD_NUMBER: _builtins.int
-    SUMS_FIELD_NUMBER: _builtins.int
     PACKED_FIELD_NUMBER: _builtins.int
+    COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    FINAL_FIELD_NUMBER: _builtins.int
     agent_metadata: _builtins.bytes
     """opaque: of the source mover's NIXL agent"""
     agent_name: _builtins.str
@@ -1967,24 +2017,16 @@ class AcceptReply(_message.Message):
     mover_incarnation: _builtins.int
     """id of the source mover's process; a change voids everything read from it"""
     generations: _builtins.bytes
-    """u32[pages]: generation numbers; shown again in CheckRequest"""
-    summed_pages: _builtins.bytes
-    """u32[pages]: those of the pages, by index, whose checksums are known"""
-    sums: _builtins.bytes
-    """u64[words]: of each, rank by rank, section by section: two words"""
+    """u32[pages]: generation numbers, chain by chain; shown again in CheckRequest"""
     packed: _builtins.bool
     """true: the mover packs pages into a ring, which is read instead of them"""
+    committed_tokens: _builtins.int
+    """tokens [0, n) that can be read by now"""
+    final: _builtins.bool
+    """false: ask again, more is added"""
     @_builtins.property
-    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceRank]:
-        """one a rank of the source's shard group"""
-
-    @_builtins.property
-    def layout(self) -> Global___Layout:
-        """of the source's pages"""
-
-    @_builtins.property
-    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanRun]:
-        """device pages of the source"""
+    def chains(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceChain]:
+        """of the source's group"""
 
     def __init__(
         self,
@@ -1992,17 +2034,15 @@ class AcceptReply(_message.Message):
         agent_metadata: _builtins.bytes = ...,
         agent_name: _builtins.str = ...,
         mover_incarnation: _builtins.int = ...,
-        ranks: _abc.Iterable[Global___SourceRank] | None = ...,
-        layout: Global___Layout | None = ...,
-        spans: _abc.Iterable[Global___SpanRun] | None = ...,
+        chains: _abc.Iterable[Global___SourceChain] | None = ...,
         generations: _builtins.bytes = ...,
-        summed_pages: _builtins.bytes = ...,
-        sums: _builtins.bytes = ...,
         packed: _builtins.bool = ...,
+        committed_tokens: _builtins.int = ...,
+        final: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "generations", b"generations", "layout", b"layout", "mover_incarnation", b"mover_incarnation", "packed", b"packed", "ranks", b"ranks", "spans", b"spans", "summed_pages", b"summed_pages", "sums", b"sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "chains", b"chains", "committed_tokens", b"committed_tokens", "final", b"final", "generations", b"generations", "mover_incarnation", b"mover_incarnation", "packed", b"packed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,7 +14,7 @@ from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.request import Phase, Request
 from kvmanager.core.rows import all_true, any_true, places
 from kvmanager.core.spans import DEVICE
-from kvmanager.core.state import CopyJob, FenceEntry, State, concat
+from kvmanager.core.state import CopyJob, FenceEntry, PullJob, State, concat
 from kvmanager.errors import InvariantViolation
 from kvmanager.geometry import Int64Array
 
@@ -200,8 +200,15 @@ def _other_pins(state: State, group: Group, number: int, requests: list[Request]
 
 def _busy(state: State, group: Group, number: int) -> list[Int64Array]:
     """A row for each plan in flight on it."""
-    jobs = [job for job in state.jobs.values() if (job.group, job.chain) == (group.spec.name, number)]
-    return [np.asarray([*job.rows, *job.extra] if isinstance(job, CopyJob) else job.rows, np.int64) for job in jobs]
+    held: list[Sequence[int]] = []
+    for job in state.jobs.values():
+        if job.group != group.spec.name:
+            continue
+        if isinstance(job, PullJob):
+            held += [rows for at, rows in job.rows if at == number]
+        elif job.chain == number:
+            held.append([*job.rows, *job.extra] if isinstance(job, CopyJob) else job.rows)
+    return [np.asarray(rows, np.int64) for rows in held]
 
 
 def _audit_requests(state: State, requests: list[Request]) -> None:

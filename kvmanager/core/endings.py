@@ -25,6 +25,7 @@ def plan_ended(
     state: State, plan_id: int, outcome: CopyOutcome, error: KVError | None, sums: SumArray | None = None
 ) -> None:
     """Applies the end of a plan. Ids that are not known (an earlier boot, a second report) change nothing."""
+    plan_id = state.job_id(plan_id)
     job = state.jobs.pop(plan_id, None)
     if job is None:
         return
@@ -171,11 +172,11 @@ def _pull_ended(state: State, plan_id: int, job: PullJob, outcome: CopyOutcome, 
     if job.orphaned and ended_well(outcome):
         outcome, error = CopyOutcome.FAILED, TransferFailed("the daemon restarted during the hand-off; ask again")
     group = state.groups[job.group]
-    chain = group.chains[job.chain]
-    index = np.asarray(job.rows, np.int64)
-    chain.table.busy[index] -= 1
-    for c in range(chain.table.classes):
-        _land(state, group, chain, c, index, outcome)
+    for number, rows in job.rows:
+        chain, index = group.chains[number], np.asarray(rows, np.int64)
+        chain.table.busy[index] -= 1
+        for c in range(chain.table.classes):
+            _land(state, group, chain, c, index, outcome)
     if ended_well(outcome):
         state.counters["handoff"] += 1
     if isinstance(error, ChecksumMismatch):
@@ -191,7 +192,8 @@ def _pull_ended(state: State, plan_id: int, job: PullJob, outcome: CopyOutcome, 
             wake(state, request)
         else:
             refuse_waiting(state, request, error or TransferFailed("the hand-off failed; ask for a new ticket"))
-    chain.release_unused(job.rows)
+    for number, rows in job.rows:
+        group.chains[number].release_unused(rows)
 
 
 def _land(

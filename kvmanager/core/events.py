@@ -126,7 +126,7 @@ class EngineGone:
 
 @dataclass(frozen=True)
 class TicketInfo:
-    """The part of a ticket that the target core needs."""
+    """The part of a ticket that the target core needs. committed_tokens: what it covers when it is final."""
 
     ticket_id: str
     node_address: str
@@ -203,12 +203,13 @@ class PlanEnded:
 
 @dataclass(frozen=True)
 class ExportRequestKV:
-    """An engine asks for a ticket on one of its requests."""
+    """An engine asks for a ticket on a request. expected_tokens: to cover in the end, if more than is committed."""
 
     engine: str
     epoch: int
     request_id: int
     ticket_id: str  # drawn by the shell: the core has no randomness
+    expected_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -390,21 +391,23 @@ class Attached:
 
 @dataclass(frozen=True)
 class Exported:
-    """Answer to ExportRequestKV."""
+    """Answer to ExportRequestKV. expected_tokens: as asked; the ticket grows until committed_tokens is as much."""
 
     ticket_id: str
     committed_tokens: int
     lease_ttl_ns: int
+    expected_tokens: int
 
 
 @dataclass(frozen=True)
 class TicketPages:
-    """Answer to AcceptTicket: where the pages are, and their generations (uint32, in table order)."""
+    """Answer to AcceptTicket: pages by chain, their generations (uint32, in table order); final: it grows no more."""
 
     ticket_id: str
     committed_tokens: int
     spans: tuple[SpanRunTable, ...]
     generations: npt.NDArray[np.uint32]
+    final: bool
 
 
 @dataclass(frozen=True)
@@ -457,15 +460,22 @@ class PullTarget:
 
 
 @dataclass(frozen=True)
+class ChainPull:
+    """What of one chain is fetched, from first_position on. `targets`: one or two a page class (device, host)."""
+
+    chain: str
+    first_position: int
+    targets: tuple[PullTarget, ...]
+
+
+@dataclass(frozen=True)
 class StartPull:
-    """Fetch a ticket's KV. `targets`: one or two a page class (device, host)."""
+    """Fetch a ticket's KV, chain by chain."""
 
     plan_id: int
     group: str
-    chain: str
     ticket: TicketInfo
-    first_position: int
-    targets: tuple[PullTarget, ...]
+    chains: tuple[ChainPull, ...]
     deadline_ns: int
 
 

@@ -11,6 +11,7 @@ from kvmanager.core.request import Phase, Request
 from kvmanager.core.sessions import leave_session
 from kvmanager.core.spans import DEVICE, NO_SPAN
 from kvmanager.core.state import State
+from kvmanager.core.tickets import request_ends
 from kvmanager.errors import KVError
 
 
@@ -63,6 +64,7 @@ def give_hot_back(state: State, request: Request) -> None:
 
 def drop_request(state: State, request: Request) -> None:
     """Gives back all that a request holds, at once: no work of its engine may touch its pages any more."""
+    request_ends(state, request)
     group = state.groups[request.group]
     if request.phase is Phase.CLOSING:
         state.pace.note("request_ns", state.now - request.since)

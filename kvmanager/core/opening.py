@@ -114,8 +114,6 @@ def _validate(state: State, engine: Engine, group: Group, event: Open) -> None:
             f"{len(event.keys)} key bytes for {event.prompt_tokens} tokens; one {group.key_bytes}-byte key for each "
             f"whole segment of {group.spec.page_rows} tokens makes {wanted}"
         )
-    if event.ticket is not None and len(group.chains) > 1:
-        raise InvalidArgument(f"group {group.spec.name} has {len(group.chains)} chains; a hand-off serves one")
     if event.ticket is not None and not 1 <= event.ticket.committed_tokens <= event.prompt_tokens:
         raise InvalidArgument(
             f"the ticket covers {event.ticket.committed_tokens} tokens of a prompt of {event.prompt_tokens}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmanager.core.events import AbandonTicket, Open, PullTarget, StartPull
+from kvmanager.core.events import AbandonTicket, ChainPull, Open, PullTarget, StartPull
 from kvmanager.core.movement import span_runs
 from kvmanager.core.request import RequestChain
 from kvmanager.core.rows import RowArray
@@ -12,33 +12,30 @@ from kvmanager.core.state import Engine, PullJob, State
 
 
 def start_pull(state: State, engine: Engine, event: Open) -> None:
-    """Fetches what a ticket covers and is not here already, skipped by position."""
+    """Fetches what a ticket covers and is not here already, skipped by position, in every chain."""
     assert event.ticket is not None
     group = state.groups[engine.group]
     request = engine.requests[event.request_id]
-    request.cached_tokens = max(request.cached_tokens, event.ticket.committed_tokens)
-    part = request.chains[0]
-    rows = part.rows[part.shared :]
-    start = int(part.chain.table.first_token[rows[0]]) if len(rows) else event.prompt_tokens
-    if start >= event.ticket.committed_tokens:
+    end = event.ticket.committed_tokens
+    request.cached_tokens = max(request.cached_tokens, end)
+    chains, held = [], []
+    for number, part in enumerate(request.chains):
+        rows = part.rows[part.shared :]
+        if len(rows) == 0 or int(part.chain.table.first_token[rows[0]]) >= end:
+            continue
+        first = int(part.chain.table.first_token[rows[0]])
+        chains.append(ChainPull(part.chain.spec.name, first, _pull_targets(part, rows, end)))
+        part.chain.table.busy[rows] += 1
+        held.append((number, rows.tolist()))
+    if not chains:
         state.effects.append(AbandonTicket(event.ticket))
         return
-    targets = _pull_targets(part, rows, event.ticket.committed_tokens)
-    plan_id = state.new_plan_id()
-    part.chain.table.busy[rows] += 1
+    plan_id = state.new_pull_id()
     who = (engine.name, engine.epoch, request.request_id)
-    state.jobs[plan_id] = PullJob(group.spec.name, 0, rows.tolist(), who, event.ticket, since=state.now)
+    state.jobs[plan_id] = PullJob(group.spec.name, held, who, event.ticket, since=state.now)
     request.waiting_on.add(plan_id)
     state.effects.append(
-        StartPull(
-            plan_id,
-            group.spec.name,
-            part.chain.spec.name,
-            event.ticket,
-            start,
-            targets,
-            state.limits.pull_deadline_ns,
-        )
+        StartPull(plan_id, group.spec.name, event.ticket, tuple(chains), state.limits.pull_deadline_ns)
     )
 
 

@@ -46,7 +46,8 @@ def recovered(state: State, event: Recovered) -> None:
         mover_gone(state)
         state.mover = event.incarnation
         return
-    unknown = [plan_id for plan_id in state.jobs if plan_id not in event.known_plans]
+    known = {state.job_id(work_id) for work_id in event.known_plans}
+    unknown = [plan_id for plan_id in state.jobs if plan_id not in known]
     _cancel(state, unknown, TransferFailed("the daemon restarted before the copy began; ask again"))
     for job in state.jobs.values():
         if isinstance(job, PullJob):

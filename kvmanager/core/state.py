@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -149,6 +149,10 @@ class SumsAsked:
     of: Int64Array
 
 
+PULL_PARTS: Final = 1 << 16
+"""Ids that a pull has: a mover knows its parts by them, one after the other."""
+
+
 @dataclass
 class CopyJob:
     """A plan in flight on spans of one chain: an offload or mirror, or an onboard.
@@ -186,11 +190,13 @@ class CheckJob:
 
 @dataclass
 class PullJob:
-    """A hand-off in flight into the rows of one request. orphaned: nobody will ask the source about its bytes."""
+    """A hand-off in flight into the rows of one request, by chain.
+
+    orphaned: nobody will ask the source about its bytes.
+    """
 
     group: str
-    chain: int
-    rows: list[int]
+    rows: list[tuple[int, list[int]]]
     waiter: tuple[str, int, int]
     ticket: TicketInfo
     orphaned: bool = False
@@ -199,7 +205,10 @@ class PullJob:
 
 @dataclass
 class Ticket:
-    """An export. rows: (chain index, rows), one pin each; generations as given out."""
+    """An export. rows: (chain index, rows), one pin each; generations as given out.
+
+    It grows with its request until committed_tokens is expected_tokens. cut: the request ended before that.
+    """
 
     ticket_id: str
     engine: str
@@ -209,7 +218,14 @@ class Ticket:
     committed_tokens: int
     rows: list[tuple[int, list[int]]]
     expires_ns: int
+    expected_tokens: int
     holder: str = ""
+    cut: bool = False
+
+    @property
+    def final(self) -> bool:
+        """Whether it covers all that it will."""
+        return self.committed_tokens >= self.expected_tokens
 
 
 @dataclass
@@ -371,6 +387,17 @@ class State:
         """A plan id, unique in this boot."""
         self.next_plan += 1
         return self.next_plan - 1
+
+    def new_pull_id(self) -> int:
+        """A plan id of which the next `PULL_PARTS` - 1 are the pull's too, for its parts; divisible by `PULL_PARTS`."""
+        first = -(-self.next_plan // PULL_PARTS) * PULL_PARTS
+        self.next_plan = first + PULL_PARTS
+        return first
+
+    def job_id(self, work_id: int) -> int:
+        """The job's id, from the id of a plan or of a part of a pull."""
+        pull = work_id - work_id % PULL_PARTS
+        return pull if isinstance(self.jobs.get(pull), PullJob) else work_id
 
     def end_attach(self, engine: Engine, attach_id: int) -> None:
         """The rank's process can write no more; remembered while a fence may name it (`forget_attaches`)."""

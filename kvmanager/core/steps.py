@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvmanager.core.admission import update_promise
 from kvmanager.core.events import (
+    CancelPlan,
     Close,
     Closing,
     Grown,
@@ -25,7 +26,7 @@ from kvmanager.core.request import Phase, Request
 from kvmanager.core.residency import release_under_pressure, residency_rows
 from kvmanager.core.retract import resume, retract
 from kvmanager.core.sessions import end_turn
-from kvmanager.core.state import Engine, FenceEntry, State
+from kvmanager.core.state import Engine, FenceEntry, PullJob, State
 from kvmanager.core.tenants import NOBODY
 from kvmanager.errors import InvalidArgument, KVError, LimitExceeded
 
@@ -179,6 +180,8 @@ def _close(state: State, engine: Engine, entry: FenceEntry, close: Close) -> Non
     request.stop_reason, request.session_ends = close.stop_reason, close.session_ends
     if request.phase in (Phase.WAITING, Phase.RETRACTED):
         # Its engine knows of no page of it, so nothing of it can be in use; copies in flight keep theirs.
+        pulls = [plan_id for plan_id in sorted(request.waiting_on) if isinstance(state.jobs[plan_id], PullJob)]
+        state.effects += [CancelPlan(plan_id) for plan_id in pulls]
         drop_request(state, request)
         return
     request.phase = Phase.CLOSING

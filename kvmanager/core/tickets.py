@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmanager.core.events import (
     AcceptTicket,
@@ -17,51 +18,82 @@ from kvmanager.core.events import (
 from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.rows import RowList
 from kvmanager.core.spans import ABSENT, DEVICE
-from kvmanager.core.spec import Placement
 from kvmanager.core.state import Engine, State, Ticket
-from kvmanager.errors import InvalidArgument, LeaseExpired, NotReady, StalePage, UnknownLease
+from kvmanager.errors import InvalidArgument, LeaseExpired, NotReady, StalePage, TransferFailed, UnknownLease
 
 
 def export(state: State, event: ExportRequestKV) -> Exported:
-    """A ticket on everything a request has committed; refused until the commit's fence has passed."""
+    """A ticket on everything a request has committed; refused until the commit's fence has passed.
+
+    One that expects more is given at once, on what is known to be written, and grows with the request.
+    """
     engine = state.engine(event.engine, event.epoch)
     request = state.request(engine, event.request_id)
     _check_exportable(state, engine, request)
     if event.ticket_id in state.tickets:
         raise InvalidArgument(f"ticket {event.ticket_id} was given already")
-    if request.committed_tokens < 1:
-        raise InvalidArgument(f"request {event.request_id} has committed nothing")
-    if request.fenced_tokens < request.committed_tokens:
-        raise NotReady(
-            f"request {event.request_id}: {request.fenced_tokens} of {request.committed_tokens} committed tokens are "
-            "known to be written; ask again when the workers' timelines have passed the commit's fence"
-        )
-    rows = []
-    for number, part in enumerate(request.chains):
-        held = _covering(part, request.fenced_tokens)
-        part.chain.table.pin(held)
-        rows.append((number, held))
+    expected = max(event.expected_tokens, request.committed_tokens)
+    _check_expected(request, expected)
     ttl = state.limits.ticket_ttl_ns
-    state.tickets[event.ticket_id] = Ticket(
+    ticket = state.tickets[event.ticket_id] = Ticket(
         event.ticket_id,
         engine.name,
         engine.epoch,
         engine.group,
         event.request_id,
-        request.fenced_tokens,
-        rows,
+        0,
+        [(number, []) for number in range(len(request.chains))],
         state.now + ttl,
+        expected,
     )
+    _extend(request, ticket)
     state.counters["export"] += 1
-    return Exported(event.ticket_id, request.fenced_tokens, ttl)
+    return Exported(event.ticket_id, ticket.committed_tokens, ttl, expected)
+
+
+def _check_expected(request: Request, expected: int) -> None:
+    if expected > request.committed_tokens:
+        if request.phase is not Phase.RUNNING or expected > request.most_tokens:
+            raise InvalidArgument(
+                f"request {request.request_id} is {request.phase.value} with {request.committed_tokens} of at most "
+                f"{request.most_tokens} tokens committed; {expected} will not come"
+            )
+        return
+    if expected < 1:
+        raise InvalidArgument(f"request {request.request_id} has committed nothing")
+    if request.fenced_tokens < expected:
+        raise NotReady(
+            f"request {request.request_id}: {request.fenced_tokens} of {request.committed_tokens} committed tokens are "
+            "known to be written; ask again when the workers' timelines have passed the commit's fence"
+        )
+
+
+def _extend(request: Request, ticket: Ticket) -> None:
+    """Takes in, up to what is expected, what is known to be written; spans that are new get a pin."""
+    tokens = min(request.fenced_tokens, ticket.expected_tokens)
+    for part, (_, rows) in zip(request.chains, ticket.rows, strict=True):
+        held = _covering(part, tokens)
+        assert held[: len(rows)] == rows
+        part.chain.table.pin(held[len(rows) :])
+        rows += held[len(rows) :]
+    ticket.committed_tokens = tokens
+
+
+def request_ends(state: State, request: Request) -> None:
+    """Before a request gives its pages back: tickets that still grow with it take what they can get."""
+    for ticket in state.tickets.values():
+        if ticket.final or ticket.cut or not _of(ticket, request):
+            continue
+        _extend(request, ticket)
+        ticket.cut = not ticket.final
+
+
+def _of(ticket: Ticket, request: Request) -> bool:
+    return (ticket.engine, ticket.epoch, ticket.request_id) == (request.engine, request.epoch, request.request_id)
 
 
 def _check_exportable(state: State, engine: Engine, request: Request) -> None:
     spec = state.groups[engine.group].spec
-    if len(spec.chains) > 1:
-        raise InvalidArgument(f"group {spec.name} has {len(spec.chains)} chains; a hand-off serves groups of one")
-    if spec.ranks > 1 and spec.chains[0].placement is Placement.REPLICATED:
-        raise InvalidArgument(f"group {spec.name} holds its KV once a rank; a hand-off serves sharded groups")
     if spec.sparse is not None:
         raise InvalidArgument(f"group {spec.name} keeps pages on the host alone; only whole pages in HBM are exported")
     if request.phase is Phase.WAITING:
@@ -104,26 +136,36 @@ def renew(state: State, event: RenewTickets) -> TicketsRenewed:
 
 
 def accept(state: State, event: AcceptTicket) -> TicketPages:
-    """Where the pages are. The first to accept becomes the holder; nobody else can use the ticket."""
+    """Where the pages are, so far. The first to accept becomes the holder; nobody else can use the ticket.
+
+    The holder asks again until the answer is final. Raises TransferFailed when it never will be.
+    """
     ticket = live_ticket(state, event.ticket_id)
     if ticket.holder not in ("", event.holder):
         raise InvalidArgument(f"ticket {event.ticket_id} was accepted by {ticket.holder!r}")
     ticket.holder = event.holder
     ticket.expires_ns = state.now + state.limits.ticket_ttl_ns
+    if not (ticket.final or ticket.cut):
+        _extend(state.engine(ticket.engine, ticket.epoch).requests[ticket.request_id], ticket)
+    if ticket.cut:
+        raise TransferFailed(
+            f"ticket {event.ticket_id}: its request ended with {ticket.committed_tokens} of {ticket.expected_tokens} "
+            "tokens written; release it, and prefill again"
+        )
+    chains = state.groups[ticket.group].chains
+    spans = tuple(RequestChain(chains[number], RowList(rows)).table_from(0) for number, rows in ticket.rows)
+    return TicketPages(ticket.ticket_id, ticket.committed_tokens, spans, _generations(state, ticket), ticket.final)
+
+
+def _generations(state: State, ticket: Ticket) -> npt.NDArray[np.uint32]:
     group = state.groups[ticket.group]
-    number, rows = ticket.rows[0]
-    part = RequestChain(group.chains[number], RowList(rows))
-    return TicketPages(
-        ticket.ticket_id, ticket.committed_tokens, (part.table_from(0),), group.generations(group.chains[number], rows)
-    )
+    return np.concatenate([group.generations(group.chains[number], rows) for number, rows in ticket.rows])
 
 
 def check(state: State, event: CheckTicket) -> None:
     """Raises unless the pages are still those that were accepted."""
     ticket = live_ticket(state, event.ticket_id)
-    group = state.groups[ticket.group]
-    number, rows = ticket.rows[0]
-    now = group.generations(group.chains[number], rows)
+    now = _generations(state, ticket)
     if len(now) != len(event.generations) or not np.array_equal(now, event.generations):
         raise StalePage(f"pages of ticket {event.ticket_id} were reused since it was accepted")
 

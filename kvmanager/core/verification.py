@@ -160,20 +160,21 @@ def _tell_readers(state: State, group: Group, chain_number: int, row: int, error
             state.notify(state.engine_of(request), failed=RequestFailed(request.request_id, error))
 
 
-def ticket_sums(state: State, ticket_id: str) -> tuple[Int64Array, SumArray]:
-    """Device pages of a ticket whose bytes have sums, for they have a host copy: pages, uint64[pages, ranks, words].
+def ticket_sums(state: State, ticket_id: str) -> list[tuple[Int64Array, SumArray]]:
+    """Device pages of a ticket whose bytes have sums, for they have a host copy, chain by chain.
 
-    Nothing for a ticket that is over.
+    pages, uint64[pages, ranks, words] each. Nothing for a ticket that is over.
     """
     ticket = state.tickets.get(ticket_id)
-    nothing = np.empty(0, np.int64), np.empty((0, 0, 0), np.uint64)
     if ticket is None:
-        return nothing
-    number, held = ticket.rows[0]
-    chain = state.groups[ticket.group].chains[number]
+        return []
+    return [_chain_sums(state.groups[ticket.group].chains[number], held) for number, held in ticket.rows]
+
+
+def _chain_sums(chain: Chain, held: list[int]) -> tuple[Int64Array, SumArray]:
     rows = np.asarray(held, np.int64)
     if 0 not in chain.sums or len(rows) == 0:
-        return nothing
+        return np.empty(0, np.int64), np.empty((0, 0, 0), np.uint64)
     rows = rows[(chain.table.copies[0, :, rows] == CopyState.READY).all(axis=1)]
     device, host = (chain.table.page_lists(0, tier, rows) for tier in (DEVICE, HOST))
     known = _known(chain, 0, host)

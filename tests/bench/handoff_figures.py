@@ -91,19 +91,21 @@ def _hand_off(clock: _Clock, source: Driver, target: Driver, clients: list[Clien
     answer = replied.answer
     c = source.node.state.groups[engine.group].chains[0].spec.classes[0]
     reply = clock.run("accept encoded", lambda: pb.AcceptReply(
-        layout=layout_to_proto(c.layout),
-        spans=[span_run(table) for table in answer.spans],
+        chains=[pb.SourceChain(
+            layout=layout_to_proto(c.layout),
+            spans=span_run(table),
+            ranks=[pb.SourceRank(rank=rank, base_address=rank << 40, size_bytes=1) for rank in range(8)],
+        ) for table in answer.spans],
         generations=pack_u32(answer.generations),
-        ranks=[pb.SourceRank(rank=rank, base_address=rank << 40, size_bytes=1) for rank in range(8)],
     ).SerializeToString())  # fmt: skip
     decode.open(number, TOKENS + 1, number, ticket=TicketInfo(ticket_id, "peer", TOKENS, 10**9))
     (pull,) = target.pulls.values()
     classes = {k.name: k for k in target.node.state.groups[pull.group].chains[0].spec.classes}
 
     def command() -> bytes:
-        accepted = pb.AcceptReply.FromString(reply)
+        (accepted,) = pb.AcceptReply.FromString(reply).chains
         layout = layout_from_proto(accepted.layout)
-        targets = [TargetClass(classes[t.page_class].layout, t) for t in pull.targets]
+        targets = [TargetClass(classes[t.page_class].layout, t) for part in pull.chains for t in part.targets]
         staging = Staging.of(64 * MIB, 8 * MIB, layout.page_bytes)
         addresses = [rank.base_address for rank in accepted.ranks]
         ring = build_pull(pull.plan_id, layout, source_spans(accepted), addresses, targets, staging, 0)

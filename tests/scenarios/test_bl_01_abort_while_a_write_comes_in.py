@@ -27,7 +27,7 @@ def test_pages_wait_for_the_write_to_end(driver: Driver) -> None:
     client = Client(driver, "p")
     assert client.open(1, 4 * SPAN, "a", ticket=TICKET).state == "waiting"
     (pull,) = driver.pulls
-    target = set(driver.pulls[pull].targets[0].spans[0].pages.tolist())
+    target = set(driver.pulls[pull].chains[0].targets[0].spans[0].pages.tolist())
     assert len(target) == 4
     client.close(1, Closing.ABORTED)
     client.run()
@@ -75,7 +75,7 @@ def test_bytes_that_arrive_after_the_abort_hurt_nobody() -> None:
     driver, client = start(8, 0)
     client.open(1, 4 * SPAN, "a", ticket=TICKET)
     (pull,) = driver.pulls
-    (target,) = driver.pulls[pull].targets
+    (target,) = driver.pulls[pull].chains[0].targets
     client.close(1, Closing.ABORTED)
     other = client.open(2, 4 * SPAN, "b")
     client.write(other, "b", 0, 4 * SPAN)

@@ -30,7 +30,6 @@ from kvmanager.core.events import (
     TimelinesRead,
 )
 from kvmanager.core.pool import PageState
-from kvmanager.core.spec import Placement
 from kvmanager.errors import (
     CapacityError,
     InvalidArgument,
@@ -425,22 +424,27 @@ class SimEngine:
     # ---------------------------------------------------------------------------- tickets
 
     def export(self) -> None:
-        running = [r for r in self.requests.values() if not r.waiting and r.committed]
+        running = [r for r in self.requests.values() if not r.waiting and (r.committed or self.draw.random() < 0.5)]
         if not running:
             return
         request = self.draw.choice(running)
         ticket_id = f"t{self.world.net.applied}"
-        answer = self.world.apply(ExportRequestKV(self.name, self.epoch, request.request_id, ticket_id))
+        expected = len(request.text.digests) if self.draw.random() < 0.5 else 0
+        event = ExportRequestKV(self.name, self.epoch, request.request_id, ticket_id, expected)
+        answer = self.world.apply(event)
         if isinstance(answer, NotReady):
             return
-        sharded = self.spec.chains[0].placement is Placement.SHARDED
-        if self.spec.sparse is not None or len(self.spec.chains) > 1 or not sharded:
+        if self.spec.sparse is not None or max(expected, request.committed) == 0:
             assert isinstance(answer, InvalidArgument)
             return
+        if isinstance(answer, InvalidArgument):
+            assert "will not come" in str(answer) or "committed nothing" in str(answer), answer
+            return
         assert isinstance(answer, Exported), answer
-        assert answer.committed_tokens <= request.committed
-        info = TicketInfo(ticket_id, "here", answer.committed_tokens, answer.lease_ttl_ns)
-        self.tickets.append((info, request.text.fork(answer.committed_tokens), self.namespace))
+        assert answer.committed_tokens <= request.committed <= answer.expected_tokens
+        assert answer.expected_tokens == max(expected, request.committed)
+        info = TicketInfo(ticket_id, "here", answer.expected_tokens, answer.lease_ttl_ns)
+        self.tickets.append((info, request.text.fork(answer.expected_tokens), self.namespace))
         self.world.net.sources[ticket_id] = (self.world, self.spec.name)
         self.world.happened["export"] += 1
 

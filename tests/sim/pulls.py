@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,12 +14,15 @@ from kvmanager.core.events import (
     ReleaseTicket,
     SpanRunTable,
     StartPull,
+    TicketPages,
 )
 from kvmanager.core.group import Group
 from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
 from kvmanager.core.spanplans import SpanRun, copy_spans
+from kvmanager.core.spec import ChainSpec, Placement
 from kvmanager.errors import KVError, PeerUnreachable, TransferFailed
 from kvmanager.geometry import TokenOrder
+from kvmanager.pulls import TargetClass, share_out
 from kvmanager.transport.cpu import copy_piece
 from tests.sim.network import Network
 from tests.sim.worker import Claim
@@ -34,6 +37,7 @@ class Pull:
     deadline: int
     plan: CopyPlan | None = None
     generations: np.ndarray | None = None
+    final: bool = False
     orphaned: bool = False  # who would have asked the source in the end died
 
     @property
@@ -48,16 +52,18 @@ class Pull:
 
 def begin(start: StartPull, group: Group, now: int) -> Pull:
     """A pull as the core asked for it; its targets must be well formed."""
-    classes = {c.name: c for c in group.chains[0].spec.classes}
+    specs = {chain.spec.name: chain.spec for chain in group.chains}
     claims = []
-    for target in start.targets:
-        c = classes[target.page_class]
-        for spans in target.spans:
-            on_host = spans.regions[0] in c.host_regions
-            claims.append(Claim.on(group.pools[c.host_pool if on_host else c.device_pool], c.name, spans.pages))
-            assert start.first_position <= spans.first_token < target.end
-        firsts = [spans.first_token for spans in target.spans]
-        assert firsts == sorted(set(firsts))
+    for part in start.chains:
+        classes = {c.name: c for c in specs[part.chain].classes}
+        for target in part.targets:
+            c = classes[target.page_class]
+            for spans in target.spans:
+                on_host = spans.regions[0] in c.host_regions
+                claims.append(Claim.on(group.pools[c.host_pool if on_host else c.device_pool], c.name, spans.pages))
+                assert part.first_position <= spans.first_token < target.end
+            firsts = [spans.first_token for spans in target.spans]
+            assert firsts == sorted(set(firsts))
     return Pull(start, claims, now + start.deadline_ns)
 
 
@@ -72,15 +78,17 @@ def advance(pull: Pull, net: Network, target: Group, now: int) -> End | None:
         # Once reading began nobody knows what may still arrive.
         begun = pull.generations is not None
         return (CopyOutcome.UNKNOWN_FATE if begun else CopyOutcome.FAILED), TransferFailed("the deadline passed")
-    if pull.generations is None:
-        answer = net.ask(pull.ticket_id, AcceptTicket(pull.ticket_id, pull.holder))
-        if not isinstance(answer, KVError):
-            pull.generations = answer.generations
-            pull.plan = _plan(pull, net, target, answer.spans[0])
-            return None
-    elif pull.plan is not None:
+    if pull.plan is not None:
         _copy(pull, net)
         return None
+    if not pull.final:
+        answer = net.ask(pull.ticket_id, AcceptTicket(pull.ticket_id, pull.holder))
+        if not isinstance(answer, KVError):
+            if pull.generations is not None:
+                net.happened["grown ticket"] += 1
+            pull.generations, pull.final = answer.generations, answer.final
+            pull.plan = _plan(pull, net, target, answer)
+            return None
     else:
         answer = net.ask(pull.ticket_id, CheckTicket(pull.ticket_id, pull.generations))
     if isinstance(answer, PeerUnreachable):
@@ -120,19 +128,32 @@ def release(pull: Pull, net: Network) -> None:
     net.ask(pull.ticket_id, ReleaseTicket(pull.ticket_id, pull.holder))
 
 
-def _plan(pull: Pull, net: Network, target_group: Group, run: SpanRunTable) -> CopyPlan:
+def _plan(pull: Pull, net: Network, target_group: Group, answer: TicketPages) -> CopyPlan:
+    """All that is there by now, once more from the start: what was committed stays as it is."""
     world, group_name = net.sources[pull.ticket_id]
-    source_group = world.node.state.groups[group_name]
-    chain = source_group.chains[0].spec
+    chains = world.node.state.groups[group_name].spec.chains
+    sources = [_source(chain, run) for chain, run in zip(chains, answer.spans, strict=True)]
+    layouts = {(chain.name, c.name): c.layout for chain in target_group.spec.chains for c in chain.classes}
+    targets = [
+        TargetClass(layouts[part.chain, t.page_class], replace(t, end=min(t.end, answer.committed_tokens)))
+        for part in pull.start.chains
+        for t in part.targets
+    ]
+    copies: list[PagedCopies] = []
+    held = [chain.classes[0].layout for chain in chains]
+    for layout, source, share in zip(held, sources, share_out(held, targets), strict=True):
+        for each in share:
+            copies += copy_spans(layout, each.layout, source, each.target.spans, each.target.end)
+    return CopyPlan(pull.start.plan_id, Purpose.PLACE, tuple(copies))
+
+
+def _source(chain: ChainSpec, run: SpanRunTable) -> list[SpanRun]:
     c = chain.classes[0]
+    regions = c.device_regions if chain.placement is Placement.SHARDED else c.device_regions[:1]
     source, at = [], 0
     for first, segments, interleave in zip(run.first_tokens, run.segments, run.interleave, strict=True):
-        order, ranks = TokenOrder(int(segments), int(interleave)), len(c.device_regions)
-        pages = np.asarray(run.pages[c.name][0][at : at + order.segments // ranks], np.int64)
-        source.append(SpanRun(int(first), order, c.device_regions, pages))
+        order = TokenOrder(int(segments), int(interleave))
+        pages = np.asarray(run.pages[c.name][0][at : at + order.segments // len(regions)], np.int64)
+        source.append(SpanRun(int(first), order, regions, pages))
         at += len(pages)
-    copies: list[PagedCopies] = []
-    layouts = {t.name: t.layout for t in target_group.chains[0].spec.classes}
-    for target in pull.start.targets:
-        copies += copy_spans(c.layout, layouts[target.page_class], source, target.spans, target.end)
-    return CopyPlan(pull.start.plan_id, Purpose.PLACE, tuple(copies))
+    return source

@@ -115,7 +115,10 @@ def _effect(effect: object) -> list[str]:
         case SubmitPlan():
             return [_short(str(effect.plan).replace("\n", ";"))]
         case StartPull():
-            pages = "; ".join(f"{t.page_class} {_ranges(run.pages)}" for t in effect.targets for run in t.spans)
+            pages = "; ".join(
+                f"{target.page_class} {_ranges(run.pages)}"
+                for part in effect.chains for target in part.targets for run in target.spans
+            )
             return [f"pull {effect.plan_id} of ticket {effect.ticket.ticket_id} into {effect.group}: {pages}"]
         case _:
             return [_short(repr(effect))]

@@ -151,10 +151,10 @@ def test_a_hand_off_brings_its_bytes_to_every_rank(ranks: int) -> None:
     tokens = PAGES * PAGE_ROWS
     assert client.open(1, tokens, "a", ticket=TicketInfo("t", "peer", tokens, 1_000_000)).state == "waiting"
     (pull,) = driver.pulls.values()
-    reached = [region for target in pull.targets for spans in target.spans for region in spans.regions]
+    reached = [region for target in pull.chains[0].targets for spans in target.spans for region in spans.regions]
     assert reached == list(spec.chains[0].classes[0].device_regions)
-    assert len({spans.pages.tobytes() for target in pull.targets for spans in target.spans}) == 1
-    assert {spans.tokens(PAGE_ROWS) for target in pull.targets for spans in target.spans} == {tokens}
+    assert len({spans.pages.tobytes() for target in pull.chains[0].targets for spans in target.spans}) == 1
+    assert {spans.tokens(PAGE_ROWS) for target in pull.chains[0].targets for spans in target.spans} == {tokens}
     driver.end_all()
     assert driver.notices[-1].ready.cached_tokens == tokens
     client.close(1)

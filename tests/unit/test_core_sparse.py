@@ -118,7 +118,7 @@ def test_a_hand_off_lands_partly_on_the_host(arrival, spans):
     assert client.open(1, tokens, "a", ticket=ticket(tokens)).state == "waiting"
     (pull,) = driver.pulls.values()
     covered = {}
-    for target in pull.targets:
+    for target in pull.chains[0].targets:
         covered.setdefault(target.page_class, []).extend(
             np.arange(spans.first_token, min(target.end, spans.first_token + spans.tokens(ROWS)))
             for spans in target.spans
