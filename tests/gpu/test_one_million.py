@@ -101,7 +101,7 @@ class GpuMillion(Million):
 
     def _pulled(self, pull: StartPull) -> None:
         regions = {self.client.spec.chains[0].classes[0].device_regions[0]: "device"}
-        for target in pull.targets:
+        for target in (target for part in pull.chains for target in part.targets):
             for run in target.spans:
                 ordinals = run.first_token // ROWS + np.arange(len(run.pages))
                 self._fill(regions.get(run.regions[0], "host"), target.page_class, run.pages, ordinals)

@@ -13,7 +13,7 @@ from kvmanager.attach import AttachServer, ClientIdentity
 from kvmanager.clients.attach import Attachment, attach
 from kvmanager.errors import UnknownRequest
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 BOOT_ID = 0xFEDC_BA98_7654_3210
 CLIENT = """
 import sys, time

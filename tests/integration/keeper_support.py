@@ -14,7 +14,7 @@ from pathlib import Path
 from kvmanager.children import kill_orphans
 from kvmanager.framing import readable
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 KEEPER = """
 import logging, sys
 from pathlib import Path

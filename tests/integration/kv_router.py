@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 import zmq
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Router:

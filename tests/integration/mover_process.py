@@ -17,7 +17,7 @@ from kvmanager.transport.pacing import NO_LIMITS
 from kvmanager.wire import RegionInfo, RegionKind, unpack_u64
 from tests.plans import strided
 
-WAIT_S = 30
+WAIT_S = 60.0
 POISON = 0xA5
 
 

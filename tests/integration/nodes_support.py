@@ -25,7 +25,7 @@ from kvmanager.framing import readable
 from kvmanager.layout import GLM53_TINY, indexer_layout, latent_layout, native_layout
 from kvmanager.protos import kvmanager_pb2 as pb
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 ROWS = 16
 GROUP = "prefill"
 RANKS = 2

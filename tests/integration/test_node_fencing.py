@@ -26,6 +26,8 @@ from nodes_support import (
 )
 from test_node_engine_death import ENGINE, settled
 
+from kvmanager.clients import attached_engine
+from kvmanager.clients.attach import Attachment, _TokenInterceptor
 from kvmanager.errors import Suspect
 from kvmanager.framing import readable
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -71,6 +73,13 @@ def patient(tmp_path_factory) -> Iterator[Node]:
 def only_engine(served: Node) -> pb.EngineStatus:
     (engine,) = served.admin.status().engines
     return engine
+
+
+def narrow_channel(attachment: Attachment) -> grpc.Channel:
+    """A channel on which few unread bytes are under way: what is not read waits in the daemon."""
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 << 10)]
+    channel = grpc.insecure_channel(f"unix:{attachment.grpc_path}", options=options)
+    return grpc.intercept_channel(channel, _TokenInterceptor(attachment.token))
 
 
 def cached_of(served: Node, seed: int, spans: int = 4) -> int:
@@ -215,8 +224,9 @@ os.kill(os.getpid(), 9)
     assert cached_of(patient, seed) == (2 * SPAN if raises == 2 else 0)
 
 
-def test_a_client_that_does_not_read_is_suspect(patient: Node) -> None:
+def test_a_client_that_does_not_read_is_suspect(patient: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends steps and reads no reply: what waits for it is bounded, and it is told when it reads again."""
+    monkeypatch.setattr(attached_engine, "grpc_channel", narrow_channel)
     engine = prefill_engine(patient.runtime_dir)
     client = engine.client
     over = threading.Event()

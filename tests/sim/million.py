@@ -128,7 +128,7 @@ class Million:
         if not isinstance(self.driver, BytesDriver):
             return
         classes = {c.name: c for c in self.client.spec.chains[0].classes}
-        for target in pull.targets:
+        for target in (target for part in pull.chains for target in part.targets):
             for run in target.spans:
                 last = min(target.end, run.first_token + run.tokens(self.rows))
                 rows = run.rows(self.rows, run.first_token, last)
