@@ -4,7 +4,7 @@
 
 Loading is most of what a restart costs. It is done here while a daemon serves, in a thread of low priority.
 Then the process says so on the keeper's socket FD and waits. It holds no memory and no descriptor of a node, and
-ends when that socket does. Once the keeper sends it the daemon's lock and channel, it goes on as
+ends when that socket does. Once the keeper sends it the daemon's lock and channel, it answers and goes on as
 `python -m MODULE ARGUMENT... --keeper-fd N`: in place, or by execve when a file of what it loaded is not the same
 any more, so that old code never serves in the place of new one.
 """
@@ -106,10 +106,11 @@ def main(arguments: Sequence[str]) -> int:
         try:
             send_json(keeper, {"ready": os.getpid()})
             message, fds = receive_json(keeper)
+            _die_with_keeper(0)  # a daemon outlives it
+            reach("spare.begins")
+            send_json(keeper, {"begins": os.getpid()})
         except PeerUnreachable:
             return EXIT_OK
-    _die_with_keeper(0)  # a daemon outlives it
-    reach("spare.begins")
     if message != {"op": "begin"} or len(fds) != 2:
         print(f"the spare was sent {message} and {len(fds)} descriptors; it is no daemon's beginning", file=sys.stderr)
         return EXIT_FAILED

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Final
 
 from kvmanager.children import Child, KeeperLimits, spawn
-from kvmanager.errors import KVError, PeerUnreachable
+from kvmanager.errors import KVError, NotReady
 from kvmanager.framing import receive_json, send_json
 from kvmanager.killpoints import of_child
 from kvmanager.systemd import without_systemd
 
-_SENDS_S: Final = 5.0
+_ANSWERS_S: Final = 5.0
+"""A spare that does not take the daemon's place in so long is ended."""
 _log = logging.getLogger("kvmanager.keeper")
 
 
@@ -58,7 +59,7 @@ class SpareChild:
             return
         self.start_at_s = None
         ours, theirs = socket.socketpair()
-        ours.settimeout(_SENDS_S)
+        ours.settimeout(_ANSWERS_S)
         fd = theirs.fileno()
         with theirs:
             command = (*self._command[:3], str(fd), *self._command[3:])
@@ -77,11 +78,16 @@ class SpareChild:
             return False
         assert self._channel is not None
         ours = self._channel
+
+        def begin(lock: int) -> None:
+            send_json(ours, {"op": "begin"}, [lock, channel.fileno()])
+            receive_json(ours)  # one that hangs does not say that it begins
+
         try:
-            daemon.become(
-                self._pid, self._pidfd, lambda lock: send_json(ours, {"op": "begin"}, [lock, channel.fileno()])
-            )
-        except PeerUnreachable as error:
+            daemon.become(self._pid, self._pidfd, begin)
+        except NotReady:
+            raise
+        except KVError as error:
             _log.warning("the spare does not take the daemon's place: %s", error)
             self.end()
             return False

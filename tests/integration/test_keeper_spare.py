@@ -111,16 +111,16 @@ def test_its_death_costs_nothing_until_it_dies_too_often(node):
 
 
 def test_one_that_can_not_be_used_costs_nothing_either(node):
-    """Stopped, it takes nothing in; then it is killed by somebody, and a daemon is started as after any death."""
+    """Stopped, it does not answer; the keeper ends it and starts a daemon as after any death."""
     options, runtime_dir, _ = node
     with keeper(runtime_dir, **options) as (process, lines):
         daemon, spare = first_daemon(lines), ready(process)
         os.kill(spare, signal.SIGSTOP)
         os.kill(daemon, signal.SIGKILL)
-        said(process, f"started the daemon, pid {spare}")
-        os.kill(spare, signal.SIGKILL)
+        said(process, "the spare does not take the daemon's place")
         assert lines.next("held") == HELD
         assert int(lines.next("daemon")) != spare
+        assert not lives(spare)
         stop(process)
 
 
