@@ -100,7 +100,7 @@ class TargetClass:
 def share_out(sources: Sequence[KVLayout], targets: Sequence[TargetClass]) -> list[list[TargetClass]]:
     """What each of the source's chains brings: every component of every target from the first that has it.
 
-    Raises LayoutMismatch naming all that none has, or that have pages of other sizes.
+    Raises LayoutMismatch naming all that none has. Pages may have other numbers of rows.
     """
     missing: list[str] = []
     shares: list[list[TargetClass]] = [[] for _ in sources]
@@ -108,12 +108,7 @@ def share_out(sources: Sequence[KVLayout], targets: Sequence[TargetClass]) -> li
         wanted = dict(each.layout.by_key)
         for share, layout in zip(shares, sources, strict=True):
             mine = tuple(wanted.pop(key) for key in list(wanted) if key in layout.by_key)
-            if mine and layout.page_rows != each.layout.page_rows:
-                missing.append(
-                    f"pages of {layout.name} have {layout.page_rows} rows, those of {each.layout.name} "
-                    f"{each.layout.page_rows} (configure both nodes with the same page_rows)"
-                )
-            elif mine:
+            if mine:
                 whole = len(mine) == len(each.layout.components)
                 share.append(each if whole else replace(each, layout=replace(each.layout, components=mine)))
         missing += [f"no {section} of layer {layer} for {each.layout.name}" for section, layer in wanted]

@@ -1565,7 +1565,7 @@ class Component(_message.Message):
     SLOT_STRIDE_FIELD_NUMBER: _builtins.int
     ROW_BYTES_FIELD_NUMBER: _builtins.int
     section: _builtins.str
-    """"latent", "index_value", "index_scale" """
+    """"latent", "key_value", "index_value", "index_scale" """
     layer: _builtins.int
     """index of the model's layer"""
     offset: _builtins.int

@@ -22,7 +22,10 @@ SumArray = npt.NDArray[np.uint64]
 
 SUM_WORDS: Final = 2
 """Words of 64 bits that make up one checksum."""
-_NAMES: Final = {Section.LATENT: "latent", Section.INDEX_VALUE: "indexer", Section.INDEX_SCALE: "indexer"}
+_NAMES: Final = {
+    Section.LATENT: "latent", Section.KEY_VALUE: "key_value",
+    Section.INDEX_VALUE: "indexer", Section.INDEX_SCALE: "indexer",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

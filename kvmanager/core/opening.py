@@ -35,6 +35,7 @@ from kvmanager.core.sessions import begin_turn
 from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, NO_SPAN
 from kvmanager.core.spec import Residency
 from kvmanager.core.state import Engine, State
+from kvmanager.core.tickets import check_one_part
 from kvmanager.errors import CapacityError, InvalidArgument
 
 
@@ -114,6 +115,8 @@ def _validate(state: State, engine: Engine, group: Group, event: Open) -> None:
             f"{len(event.keys)} key bytes for {event.prompt_tokens} tokens; one {group.key_bytes}-byte key for each "
             f"whole segment of {group.spec.page_rows} tokens makes {wanted}"
         )
+    if event.ticket is not None:
+        check_one_part(group.spec)
     if event.ticket is not None and not 1 <= event.ticket.committed_tokens <= event.prompt_tokens:
         raise InvalidArgument(
             f"the ticket covers {event.ticket.committed_tokens} tokens of a prompt of {event.prompt_tokens}"

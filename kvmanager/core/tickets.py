@@ -18,6 +18,7 @@ from kvmanager.core.events import (
 from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.rows import RowList
 from kvmanager.core.spans import ABSENT, DEVICE
+from kvmanager.core.spec import GroupSpec
 from kvmanager.core.state import Engine, State, Ticket
 from kvmanager.errors import InvalidArgument, LeaseExpired, NotReady, StalePage, TransferFailed, UnknownLease
 
@@ -96,11 +97,20 @@ def _check_exportable(state: State, engine: Engine, request: Request) -> None:
     spec = state.groups[engine.group].spec
     if spec.sparse is not None:
         raise InvalidArgument(f"group {spec.name} keeps pages on the host alone; only whole pages in HBM are exported")
+    check_one_part(spec)
     if request.phase is Phase.WAITING:
         raise NotReady(f"request {request.request_id} waits for bytes; export it when it runs")
     if request.ranks_lost != engine.ranks_lost:
         raise InvalidArgument(
             f"a rank of engine {engine.name!r} left while request {request.request_id} was open; compute it again"
+        )
+
+
+def check_one_part(spec: GroupSpec) -> None:
+    """Raises InvalidArgument for a cache group of several ranks: each holds a part of every page."""
+    if spec.cache_only and spec.ranks > 1:
+        raise InvalidArgument(
+            f"group {spec.name} is a cache of {spec.ranks} ranks, each with a part of every page; a hand-off reads one"
         )
 
 
