@@ -123,7 +123,7 @@ class AttachServer:
         on_failure: Callable[[Exception], None],
     ) -> None:
         self.path: Final = runtime_dir / ATTACH_SOCKET
-        self._trust_uids = frozenset(trust_uids)
+        self.trust(trust_uids)
         self._boot_id = boot_id
         self._grpc_path = grpc_path
         self._on_attach = on_attach
@@ -143,6 +143,10 @@ class AttachServer:
         self._listener.setblocking(False)
         self._wake_source, self._wake_target = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="attach", daemon=True)
+
+    def trust(self, uids: Collection[int]) -> None:
+        """Whom it lets in from now on; who is attached stays."""
+        self._trust_uids = frozenset(uids)
 
     def adopt(self, identity: ClientIdentity) -> None:
         """A client of the daemon before, whose process may live on; before `start`.

@@ -23,7 +23,8 @@ from kvmanager.clibase import AsJson, ConfigFile, RuntimeDir, find_node, one_lin
 from kvmanager.clients.admin import AdminClient
 from kvmanager.config import NodeConfig
 from kvmanager.errors import KVError, NotReady
-from kvmanager.exitcodes import EXIT_FAILED
+from kvmanager.exitcodes import EXIT_CONFIG, EXIT_FAILED
+from kvmanager.hostfit import fit_here
 from kvmanager.runtime_dir import KEEPER_LOCK
 from kvmanager.sizing import size_of
 from kvmanager.units import format_bytes
@@ -85,15 +86,21 @@ def config_check(
     tokens: Annotated[int, typer.Option(min=1, help="Length of a request: does it fit, and what does it take?")] = (
         1_048_576
     ),
+    here: Annotated[bool, typer.Option("--here", help="Fail with 78 where this machine does not hold it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check a file, and show what it would allocate and which requests it can hold."""
+    """Check a file, and show what it would allocate on this machine and which requests it can hold."""
     with one_line_errors():
-        sizing = size_of(NodeConfig.from_file(file), tokens)
+        config = NodeConfig.from_file(file)
+        sizing, fit = size_of(config, tokens), fit_here(config)
     if as_json:
-        print_json(sizing.as_dict())
+        print_json({**sizing.as_dict(), "machine": fit.as_dict()})
     else:
-        Console(highlight=False).print(screens.sizing_screen(sizing))
+        console = Console(highlight=False)
+        console.print(screens.sizing_screen(sizing))
+        console.print(screens.machine_screen(fit))
+    if here and fit.problems:
+        raise typer.Exit(EXIT_CONFIG)
 
 
 @app.command()

@@ -2,8 +2,9 @@
 
     python -m kvmanager.daemon --config FILE [--keeper-fd N]
 
-Exit codes: 0 after SIGTERM (the log says what was still held when the drain's time was over), 78 for a configuration
-that can't be used, 77 after a broken invariant (the keeper restarts it), 1 for anything else.
+SIGHUP: the file is read again (`kvmanager.reload`). Exit codes: 0 after SIGTERM (the log says what was still held when
+the drain's time was over), 78 for a configuration that can't be used, 77 after a broken invariant (the keeper restarts
+it), 1 for anything else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import signal
 import sys
 import threading
@@ -45,7 +45,6 @@ from kvmanager.core.events import (
     StartPull,
     SubmitPlan,
 )
-from kvmanager.core.eviction import POLICIES
 from kvmanager.core.kvevents import SegmentsRemoved, SegmentsStored
 from kvmanager.core.operatorevents import Forgot
 from kvmanager.deposits import SERVING
@@ -55,7 +54,6 @@ from kvmanager.errors import ConfigError, DaemonError, DeviceError, Draining, KV
 from kvmanager.exitcodes import EXIT_CONFIG, EXIT_FAILED, EXIT_INVARIANT, EXIT_REPLACED
 from kvmanager.faultin import FaultIn
 from kvmanager.fencing import Fence
-from kvmanager.groups import core_limits, plan_memory
 from kvmanager.grpcserver import grpc_server
 from kvmanager.handoff import Handoffs
 from kvmanager.history import begin as begin_history
@@ -66,8 +64,10 @@ from kvmanager.membership import Membership, Registration
 from kvmanager.movers import Mover
 from kvmanager.operator_service import OperatorService
 from kvmanager.peer_service import PeerService
+from kvmanager.peerprocess import allow_descriptors
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
+from kvmanager.reload import Reloader
 from kvmanager.runtime_dir import GRPC_SOCKET, make_private_dir
 from kvmanager.sessions import SessionHub
 from kvmanager.successor import check_successor
@@ -92,7 +92,8 @@ class Daemon:
         make_private_dir(config.node.runtime_dir)
         self._config = config
         self._config_path = config_path
-        parts = node_parts(config)
+        self.reloader = Reloader(config_path, config, self._use, self._fail)
+        parts = NodeParts.of(config)
         plan, limits = parts.memory, parts.limits
         left = Leftovers(keeper)
         if left.journal is None:
@@ -116,13 +117,9 @@ class Daemon:
         self._gate = Gate(self._node.state.cordon)
         self._history = begin_history(config, self._node.state)
         self._watch = Watch(
-            config.node.name,
-            config.health,
-            config.metrics,
-            config.lease.grace_ns,
-            self._node.state.counters,
-            lambda: self.state,
-        )
+            config.node.name, config.health, config.metrics, config.lease.grace_ns,
+            self._node.state.counters, lambda: self.state,
+        )  # fmt: skip
         self._streams = KvStreams(config, self._node, self._boot_id, self._fail)
         self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail, self._journal, self._applied)
         self._membership = Membership(
@@ -231,7 +228,7 @@ class Daemon:
         pb_grpc.add_PeerServicer_to_server(peers, server)
         pb_grpc.add_AdminServicer_to_server(admin, server)
         operator = OperatorService(
-            self._config, self._loop, callers, self._history, self._cordon, lambda: self.state, self._fail
+            self.reloader.config, self._loop, callers, self._history, self._cordon, lambda: self.state, self._fail
         )
         pb_grpc.add_OperatorServicer_to_server(operator, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._watch.servicer, server)
@@ -249,6 +246,7 @@ class Daemon:
         the mover does not come up.
         """
         self._streams.start()
+        self.reloader.start()
         if self._history is not None:
             self._history.start()
         self._loop.start()
@@ -286,6 +284,15 @@ class Daemon:
             self._hurry.set()
         self._over.set()
 
+    def _use(self, config: NodeConfig) -> None:
+        """Puts what `reload.RELOADABLE` names into effect."""
+        self._watch.use(config.health)
+        self._fence.use(config.fence.action)
+        self._mover.pace(config.mover.rates)
+        self._attach.trust(config.node.trust_uids)
+        if self._history is not None:
+            self._history.limit(config.history.max_bytes)
+
     def _replace(self) -> None:
         """Ends this daemon so that another one goes on."""
         self._exit_code = EXIT_REPLACED
@@ -300,6 +307,7 @@ class Daemon:
         """Ends between two events: engines are told to attach again, and the journal is one snapshot."""
         self._hub.end_all(StaleBoot("the daemon is being replaced; attach again"))
         self._server.stop(grace=1.0).wait()
+        self.reloader.close()
         self._attach.close()
         self._lives.close()
         self._watch.close()
@@ -322,6 +330,7 @@ class Daemon:
                 self._drain()
         self._hub.end_all()
         self._server.stop(grace=1.0).wait()
+        self.reloader.close()
         self._attach.close()
         self._lives.close()
         self._watch.close()
@@ -423,13 +432,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fingerprints", action="store_true", help="print whose journals it can go on from, and end")
     options = parser.parse_args(arguments)
     if options.fingerprints:
-        print(json.dumps(asdict(node_parts(NodeConfig.from_file(options.config)).prints)))
+        print(json.dumps(asdict(NodeParts.of(NodeConfig.from_file(options.config)).prints)))
         return 0
     logging.basicConfig(level=os.environ.get("KVMANAGER_LOG", "INFO"), format="%(asctime)s %(name)s %(message)s")
     if not __debug__:
         _log.critical("assertions are off (python -O): a broken invariant would serve wrong KV; start without -O")
         return EXIT_FAILED
-    _allow_descriptors()
+    allow_descriptors()
     keeper = KeeperLink(options.keeper_fd) if options.keeper_fd is not None else None
     code = EXIT_FAILED
     try:
@@ -458,20 +467,10 @@ def _run(config_path: Path, keeper: KeeperLink | None) -> int:
     return _serve(daemon, keeper)
 
 
-def _allow_descriptors() -> None:
-    """As many as this process may have: clients take up to four each, regions one each."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def node_parts(config: NodeConfig) -> NodeParts:
-    """What the configuration makes of a core."""
-    return NodeParts(plan_memory(config), core_limits(config), POLICIES[config.eviction.policy])
-
-
 def _serve(daemon: Daemon, keeper: KeeperLink | None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.request_stop())
+    signal.signal(signal.SIGHUP, lambda *_: daemon.reloader.ask())
     try:
         daemon.start()
     except ConfigError as error:

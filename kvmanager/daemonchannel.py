@@ -37,7 +37,7 @@ class DaemonChannel:
 
     @property
     def connect_at_s(self) -> float | None:
-        """When (monotonic) to call `connect`; None while there is a connection."""
+        """When (monotonic) to call `connect_if_due`; None while there is a connection."""
         return self._connect_at_s if self._socket is None else None
 
     def pair(self) -> socket.socket:
@@ -54,8 +54,12 @@ class DaemonChannel:
         self._socket = connection
         self._selector.register(connection, selectors.EVENT_READ, self._serve)
 
-    def connect(self) -> None:
+    def connect_if_due(self, now: float) -> None:
         """Tries to reach a living daemon that lost its keeper; it answers by giving everything back."""
+        if self.connect_at_s is not None and now >= self.connect_at_s:
+            self._connect()
+
+    def _connect(self) -> None:
         self._connect_at_s = time.monotonic() + _CONNECT_PAUSE_S
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(_ANSWER_TIMEOUT_S)

@@ -62,7 +62,8 @@ class Store(Protocol):
 class DepositBox:
     """Holds the descriptors and serves one daemon at a time.
 
-    `exit_code`: what the daemon said that it will end with; None while it has not.
+    `exit_code`: what the daemon said that it will end with; None while it has not. `daemon_state`: how it does,
+    "" while it has not said.
     """
 
     def __init__(self, store: Store, on_state: Callable[[str], None]) -> None:
@@ -73,6 +74,7 @@ class DepositBox:
         self._unreturned: dict[str, Deposit] | None = None  # while a daemon gives all back: what it has not named yet
         self._reader = FrameReader(MAX_JSON_BYTES)
         self.exit_code: int | None = None
+        self.daemon_state = ""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -92,7 +94,7 @@ class DepositBox:
         self._reader.close()
         self._reader = FrameReader(MAX_JSON_BYTES)
         self._unreturned = None
-        self.exit_code = None
+        self.exit_code, self.daemon_state = None, ""
 
     def take_back(self, deposits: Sequence[Deposit]) -> None:
         """Begins with what was held in a life before; the store has it already. A name that comes twice is lost."""
@@ -162,7 +164,8 @@ class DepositBox:
                     self._drop(name)
                 self._unreturned = None
             case {"op": "state", "state": str(state)}:
-                self._on_state(state)
+                self.daemon_state = state
+                self._on_state(self.daemon_state)
             case {"op": "leave", "code": int(code)}:
                 self.exit_code = code
             case _:

@@ -39,10 +39,14 @@ class Fence:
     def __init__(self, action: str, membership: Membership, processes: Processes) -> None:
         """`action`: "kill" or "hold"."""
         self._act: Callable[[EngineKey, Iterable[str], set[int]], bool]
-        self._act = {"kill": self._kill, "hold": self._hold}[action]
+        self.use(action)
         self._membership = membership
         self._processes = processes
         self._killed: set[EngineKey] = set()
+
+    def use(self, action: str) -> None:
+        """What is done from now on."""
+        self._act = {"kill": self._kill, "hold": self._hold}[action]
 
     def done(self, engine: EngineKey) -> str:
         """What `apply` did about an engine last: "kill", or "hold" where nothing was ended."""

@@ -58,7 +58,7 @@ class History:
     def __init__(self, directory: Path, max_bytes: int, recorder: Recorder) -> None:
         """`directory` is made where it is missing. `max_bytes`: of all files together."""
         self.directory = directory
-        self._file_bytes = max(max_bytes // FILES, 1)
+        self.limit(max_bytes)
         self._recorder = recorder
         self._waiting: deque[tuple[Event, int, Sequence[Effect]]] = deque()
         self.dropped = 0
@@ -75,6 +75,10 @@ class History:
             recorder.remember(record)
         self._path = directory / "history.jsonl"
         self._thread = threading.Thread(target=self._run, name="history", daemon=True)
+
+    def limit(self, max_bytes: int) -> None:
+        """Bytes of all files from now on; larger ones shrink as they are rotated."""
+        self._file_bytes = max(max_bytes // FILES, 1)
 
     def start(self) -> None:
         """Starts the thread."""

@@ -1,12 +1,13 @@
 """The keeper: the small parent that starts, restarts and stops a node's daemon and movers.
 
-It holds the descriptors of all memory (`kvmanager.deposits`), so a daemon that died comes back to the
-same bytes. It loads the standard library only: no gRPC, no torch, no numpy, no CUDA.
+It holds the descriptors of all memory (`kvmanager.deposits`), so a daemon that died comes back to the same bytes.
+It loads the standard library only: no gRPC, no torch, no numpy, no CUDA.
 
     run: movers, daemon --(death)--> restart with back-off, at most 5 in 60 s, then exit 1
                         --(daemon exits 0, or 78 when nothing was ever served)--> stop, exit with that code
                         --(daemon exits 78: it can't go on with what is held)--> hold it and wait, status says why
-                        --(SIGTERM, SIGINT, SIGHUP)--> stop, exit 0
+                        --(SIGTERM, SIGINT)--> stop, exit 0
+                        --(SIGHUP)--> passed on to the daemon, once it serves: it reads its file again
                         --(SIGUSR2)--> the program that is installed now takes over in this process (execve)
     stop: SIGTERM to the daemon, which drains; then to the movers. SIGKILL to what outlasts its deadline,
           or on a second signal.
@@ -49,7 +50,7 @@ _log = logging.getLogger("kvmanager.keeper")
 class Keeper:
     """One node's parent process. `--keeper-fd N` is appended to the daemon's command.
 
-    Use it in the main thread of a process of its own: it takes over SIGTERM, SIGINT, SIGHUP and SIGUSR2.
+    Use it in the main thread of a process of its own: it takes over the signals of `keepersignals`.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Keeper:
         self._selector = selectors.DefaultSelector()
         self._channel = DaemonChannel(runtime_dir, self._box, self._selector)
         self._spare = SpareChild(spare_command, runtime_dir, limits, self._selector)
-        self._daemon_state, self._lock = "", -1
+        self._lock = -1
         self._signals = KeeperSignals(self._on_stop)
         self._exit_code: int | None = None  # set once: why the node stops
 
@@ -124,19 +125,20 @@ class Keeper:
 
     def _due_s(self) -> float | None:
         times = [child.restart_at_s for child in self._children]
-        times += [self._channel.connect_at_s if self._daemon.running else None, self._spare.start_at_s]
-        times.append(self._systemd.watchdog())
+        connect_at_s = self._channel.connect_at_s if self._daemon.running else None
+        times += [connect_at_s, self._spare.start_at_s, self._systemd.watchdog()]
         return min((t for t in times if t is not None), default=None)
 
     def _do_what_is_due(self) -> None:
         now = time.monotonic()
-        connect_at_s = self._channel.connect_at_s
-        if self._daemon.running and connect_at_s is not None and now >= connect_at_s:
-            self._channel.connect()
+        if self._daemon.running:
+            self._channel.connect_if_due(now)
         for child in self._children:
             if self._exit_code is None and child.restart_at_s is not None and now >= child.restart_at_s:
                 self._launch(child)
         self._spare.start_if_due(now)
+        if self._daemon.running and self._box.daemon_state == SERVING and self._signals.take_reload():
+            self._daemon.tell(signal.SIGHUP)
         if self._signals.upgrade_asked and self._exit_code is None and self._box.between_frames:
             self._signals.upgrade_asked = False
             self._upgrade()
@@ -161,7 +163,7 @@ class Keeper:
             mover.find()
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        self._lock = state["lock"]
+        self._lock, self._box.daemon_state = state["lock"], state.get("daemon_state", "")
         self._box.take_back([Deposit(*entry) for entry in state["deposits"]])
         for child in self._children:
             child.restore(state["children"][child.name])
@@ -174,10 +176,10 @@ class Keeper:
         self._spare.end()  # it has loaded the old program, and nobody would reap it
         deposits = self._box.deposits()
         state = {
-            "lock": self._lock,
-            "channel": self._channel.fd,
+            "lock": self._lock, "channel": self._channel.fd,
             "deposits": [[deposit.name, deposit.size_bytes, deposit.fd] for deposit in deposits],
             "children": {child.name: child.state() for child in self._children},
+            "daemon_state": self._box.daemon_state,
         }
         fds = [self._lock, self._channel.fd, *(d.fd for d in deposits), *(c.pidfd for c in self._children)]
         self._signals.hold_back()
@@ -212,7 +214,6 @@ class Keeper:
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._on_death(child))
 
     def _on_state(self, state: str) -> None:
-        self._daemon_state = state
         self._systemd.say(*(["READY=1"] if state == SERVING else []), f"STATUS=the daemon is {state}")
         if state == SERVING:
             self._spare.plan()
@@ -224,7 +225,7 @@ class Keeper:
         if self._exit_code is not None:
             return
         if child is self._daemon and code == EXIT_CONFIG and self._box.warm:
-            self._systemd.say(f"STATUS={refusal.leave(self._runtime_dir, self._daemon_state)}")
+            self._systemd.say(f"STATUS={refusal.leave(self._runtime_dir, self._box.daemon_state)}")
         elif child is self._daemon and code in (EXIT_OK, EXIT_CONFIG):
             self._exit_code = code
         elif child is self._daemon and code == EXIT_REPLACED:
@@ -281,15 +282,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--cold", action="store_true", help="give up memory that was kept")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s keeper: %(message)s", stream=sys.stderr)
-    python = (sys.executable, "-m")
+    python, runtime_dir = (sys.executable, "-m"), options.runtime_dir
     daemon = (*python, "kvmanager.daemon", "--config", str(options.config))
-    mover = (*python, "kvmanager.mover", "--runtime-dir", str(options.runtime_dir), "--device")
+    mover = (*python, "kvmanager.mover", "--runtime-dir", str(runtime_dir), "--device")
     movers = {f"mover-{device}": (*mover, device) for device in options.device}
     spare = (*python, "kvmanager.spare", *daemon[2:]) if options.spare else ()
     limits = KeeperLimits(options.drain_ms / 1000 + _CLOSE_S, restart_window_s=options.restart_window_s)
     try:
-        make_private_dir(options.runtime_dir)
-        return Keeper(options.runtime_dir, daemon, movers, limits, spare_command=spare, cold=options.cold).run()
+        make_private_dir(runtime_dir)
+        return Keeper(runtime_dir, daemon, movers, limits, spare_command=spare, cold=options.cold).run()
     except (ConfigError, DaemonError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED

@@ -1,4 +1,4 @@
-"""The signals that a keeper obeys: SIGTERM, SIGINT and SIGHUP stop the node, SIGUSR2 upgrades the keeper in place."""
+"""The signals that a keeper obeys: SIGTERM and SIGINT stop the node, SIGHUP reloads, SIGUSR2 upgrades in place."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class KeeperSignals:
         self._on_stop = on_stop
         self.stops = 0
         self.upgrade_asked = False
+        self.reload_asked = False
 
     def listen(self, selector: selectors.BaseSelector) -> None:
         """From now on they end the selector's wait. One that is ignored already (nohup) stays so."""
@@ -43,9 +44,15 @@ class KeeperSignals:
         """Lets them in again."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _OBEYED)
 
+    def take_reload(self) -> bool:
+        """Whether a reload was asked for since this was last called."""
+        asked, self.reload_asked = self.reload_asked, False
+        return asked
+
     def _take(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGUSR2:
-            self.upgrade_asked = True
+        if number in (signal.SIGUSR2, signal.SIGHUP):
+            self.upgrade_asked |= number == signal.SIGUSR2
+            self.reload_asked |= number == signal.SIGHUP
             return
         self.stops += 1
         _log.info("%s: stopping", signal.Signals(number).name)

@@ -57,7 +57,8 @@ class MoverConnection:
         """Called by the link's thread."""
         what = event.WhichOneof("what")
         if what == "welcome":
-            self.process = MoverProcess(event.welcome.pid, event.incarnation)
+            if self.process is None:  # it says so whenever its rates change
+                self.process = MoverProcess(event.welcome.pid, event.incarnation)
         elif what == "region_added":
             self.addresses[event.region_added.region_id] = event.region_added.base_address
             if len(self.addresses) == self._regions:

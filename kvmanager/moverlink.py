@@ -70,12 +70,7 @@ class MoverLink:
         self._wake_target, self._wake_source = socket.socketpair()
         self._wake_source.setblocking(False)
         self._thread = threading.Thread(target=self._run, name=f"moverlink {path.name}", daemon=True)
-        hello = pb.Hello(
-            to_host_bytes_per_s=rates.to_host,
-            to_device_bytes_per_s=rates.to_device,
-            both_ways_bytes_per_s=rates.both_ways,
-        )
-        self.send(pb.MoverCommand(hello=hello))
+        self.pace(rates)
         self.send(pb.MoverCommand(list_outstanding=pb.ListOutstanding()))
         self._thread.start()
 
@@ -92,6 +87,15 @@ class MoverLink:
                 raise PeerUnreachable("the link to the mover is closed")
             self._writer.put(command.SerializeToString(), fds, yields=yields)
         self._wake()
+
+    def pace(self, rates: LinkRates) -> None:
+        """The mover keeps to these from now on; Welcome follows."""
+        hello = pb.Hello(
+            to_host_bytes_per_s=rates.to_host,
+            to_device_bytes_per_s=rates.to_device,
+            both_ways_bytes_per_s=rates.both_ways,
+        )
+        self.send(pb.MoverCommand(hello=hello))
 
     def add_region(self, region: RegionInfo, fd: int) -> None:
         """Gives the mover a region; RegionAdded follows."""

@@ -154,6 +154,15 @@ class Mover:
                 known.pid, known.incarnation, dict(known.addresses), known.agent, len(self._outstanding)
             )
 
+    def pace(self, rates: LinkRates) -> None:
+        """The mover keeps to these from now on, and so does the next one."""
+        with self._lock:
+            self._rates = rates
+            link = None if self._connection is None else self._connection.link
+            if link is not None:
+                with suppress(PeerUnreachable):  # the next link begins with them
+                    link.pace(rates)
+
     def submit(self, plan: CopyPlan) -> None:
         """Sends a plan, now or when there is a link; in the core's thread."""
         self._send(plan, plan.plan_id, lambda: True)
@@ -326,6 +335,7 @@ class Mover:
             self._connection = connection
         try:
             connection.link = MoverLink(self._path, self._boot_id, connection.event, connection.end, self._rates)
+            self.pace(self._rates)  # they may have changed before the link was to be seen
             for region in wanted:
                 connection.link.add_region(region, self._regions.fd(region.region_id))
         except PeerUnreachable:

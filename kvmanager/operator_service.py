@@ -45,7 +45,7 @@ class OperatorService(pb_grpc.OperatorServicer):
 
     def __init__(
         self,
-        config: NodeConfig,
+        config: Callable[[], NodeConfig],
         loop: OwnerLoop,
         callers: Callers,
         history: History | None,
@@ -53,7 +53,10 @@ class OperatorService(pb_grpc.OperatorServicer):
         state: Callable[[], str],
         fail: Callable[[BaseException], None],
     ) -> None:
-        """`cordon(why)`: carries a journalled cordon out. `fail`: stops the daemon after a broken invariant."""
+        """`config()`: what is in effect. `cordon(why)`: carries a journalled cordon out.
+
+        `fail`: stops the daemon after a broken invariant.
+        """
         self._config = config
         self._loop = loop
         self._callers = callers
@@ -80,7 +83,7 @@ class OperatorService(pb_grpc.OperatorServicer):
     def Transfers(self, request: pb.TransfersRequest, context: grpc.ServicerContext) -> pb.TransfersReply:  # noqa: ARG002
         """Plans and pulls under way."""
         self._callers.who(context, "operator")
-        return self._loop.inspect(lambda node: operatorviews.transfers(node, self._config.node.device))
+        return self._loop.inspect(lambda node: operatorviews.transfers(node, self._config().node.device))
 
     @typed
     def Pins(self, request: pb.PinsRequest, context: grpc.ServicerContext) -> pb.PinsReply:  # noqa: ARG002
@@ -92,7 +95,7 @@ class OperatorService(pb_grpc.OperatorServicer):
     def Config(self, request: pb.ConfigRequest, context: grpc.ServicerContext) -> pb.ConfigReply:  # noqa: ARG002
         """The effective configuration."""
         self._callers.who(context, "operator")
-        return pb.ConfigReply(json=json.dumps(dataclasses.asdict(self._config), default=str))
+        return pb.ConfigReply(json=json.dumps(dataclasses.asdict(self._config()), default=str))
 
     @typed
     def Explain(self, request: pb.ExplainRequest, context: grpc.ServicerContext) -> pb.ExplainReply:
@@ -106,11 +109,11 @@ class OperatorService(pb_grpc.OperatorServicer):
             name = request_name(request.id)
             if self._history is not None:
                 self._history.catch_up()
-            said = happened(self._config.history_dir, request.kind, name)
+            said = happened(self._config().history_dir, request.kind, name)
             asks_now = request.kind == "request"
             now = self._loop.inspect(lambda node: explainlive.request_now(node, name)) if asks_now else []
             if not said and not now:
-                raise nothing_known(request.kind, name, self._config.history_dir)
+                raise nothing_known(request.kind, name, self._config().history_dir)
         told = [*said, *(StoryLine(0, text) for text in now)][-STORY_LINES_MAX:]
         lines = [pb.StoryLine(at_ns=line.at_ns, text=line.text) for line in told]
         return pb.ExplainReply(title=f"{request.kind} {request.id}", lines=lines)

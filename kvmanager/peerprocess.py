@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,3 +74,9 @@ def _owner_and_start(pid: int) -> tuple[int, int]:
         return process.stat().st_uid, int(fields[19])
     except FileNotFoundError as error:
         raise ProcessLookupError(f"pid {pid} is gone") from error
+
+
+def allow_descriptors() -> None:
+    """As many as this process may have: clients take up to four each, regions one each."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmanager.errors import DaemonError
+from kvmanager.hostfit import HostFit
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.sizing import Fit, Sizing
 from kvmanager.units import SECOND_NS, format_bytes
@@ -256,6 +257,22 @@ def sizing_screen(sizing: Sizing) -> RenderableType:
         "hot buffer: of one request, taken from the slabs."
     )
     return Group(pools, "", beside, notes, "", *map(_fit_line, sizing.fits))
+
+
+def machine_screen(fit: HostFit) -> RenderableType:
+    """What the node takes of this machine, what there is, and whether that is enough."""
+    table = new_table("on this machine", "what", "needed", "there is", "by", text=1)
+    table.columns[3].justify = "left"
+    table.columns[3].overflow, table.columns[3].no_wrap = "fold", False
+    table.add_row("host memory", format_bytes(fit.host_bytes), format_bytes(fit.host_available_bytes), fit.host_limit)
+    if fit.device != "cpu":
+        there = format_bytes(fit.device_total_bytes) if fit.device_total_bytes else "not known"
+        table.add_row(fit.device, format_bytes(fit.device_bytes), there, "all of its memory, used or not")
+    lines = [f"{fit.regions:,} regions; room for {fit.clients:,} attached processes by the limit of descriptors"]
+    if fit.running_pid:
+        lines.append(f"a node runs there now (keeper {fit.running_pid}): what it holds is not counted as available")
+    lines += [f"does not fit: {problem}" for problem in fit.problems] or ["fits"]
+    return Group("", table, Text("\n".join(lines)))
 
 
 def _fit_line(fit: Fit) -> Text:

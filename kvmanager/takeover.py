@@ -20,13 +20,14 @@ from typing import Final, Protocol
 from kvmanager import journal
 from kvmanager.attach import ClientIdentity
 from kvmanager.clientnotes import ClientNote
+from kvmanager.config import NodeConfig
 from kvmanager.core.audit import audit
-from kvmanager.core.eviction import Policy
+from kvmanager.core.eviction import POLICIES, Policy
 from kvmanager.core.node import Node
 from kvmanager.core.spec import Limits
 from kvmanager.deposits import JOURNAL, Deposit
 from kvmanager.framing import readable
-from kvmanager.groups import NodeMemory
+from kvmanager.groups import NodeMemory, core_limits, plan_memory
 from kvmanager.journal import Fingerprints, Journal, JournalMismatch
 from kvmanager.journalcodec import Codec, configuration
 from kvmanager.memory import NodeRegions, region_name
@@ -60,6 +61,11 @@ class NodeParts:
     memory: NodeMemory
     limits: Limits
     policy: Policy
+
+    @classmethod
+    def of(cls, config: NodeConfig) -> NodeParts:
+        """Pure: nothing is allocated."""
+        return cls(plan_memory(config), core_limits(config), POLICIES[config.eviction.policy])
 
     @property
     def prints(self) -> Fingerprints:

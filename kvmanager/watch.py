@@ -98,6 +98,10 @@ class Watch:
             self._http.start()
         self._thread.start()
 
+    def use(self, limits: HealthSection) -> None:
+        """Judges by these from the next look on; what stands still goes on counting."""
+        self._limits = self._health.limits = limits
+
     def close(self) -> None:
         """Ends."""
         self._over.set()

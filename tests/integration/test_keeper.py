@@ -211,3 +211,36 @@ def test_the_daemon_loads_no_torch_and_no_screens() -> None:
     code = "import sys, kvmanager.daemon; print(*{'torch', 'rich', 'typer', 'cupy', 'nixl'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_sighup_waits_for_a_daemon_that_serves_and_is_passed_on(tmp_path: Path) -> None:
+    """Before that the daemon would die of it; an upgrade of the keeper loses neither the request nor the state."""
+    daemon = f"""
+import os, signal, sys
+from pathlib import Path
+from kvmanager.keeperlink import KeeperLink
+link = KeeperLink(int(sys.argv[2]))
+link.listen(Path({str(tmp_path)!r}))
+print("begins", os.getpid())
+sys.stdout.flush()
+while not Path({str(tmp_path / "go")!r}).exists():
+    signal.sigtimedwait([], 0.01)
+signal.signal(signal.SIGHUP, lambda *_: print("reads its file"))
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+link.say("serving")
+print("serves")
+while True: signal.pause()
+"""
+    heard = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+    with keeper(tmp_path, daemon, before=heard) as (process, lines):
+        lines.next("begins")
+        process.send_signal(signal.SIGHUP)
+        (tmp_path / "go").touch()
+        lines.next("serves")
+        lines.next("reads its file")
+        process.send_signal(signal.SIGUSR2)
+        assert process.stderr is not None
+        while "upgraded in place" not in process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGHUP)
+        lines.next("reads its file")

@@ -395,6 +395,25 @@ def test_config_check_shows_what_a_file_gives(tmp_path: Path) -> None:
     assert run("config", "check", str(tmp_path / "none.toml")).exit_code == 78
 
 
+def test_config_check_looks_at_this_machine(tmp_path: Path) -> None:
+    config = tmp_path / "node.toml"
+    config.write_text(minimal_toml(tmp_path))
+    here = json.loads(run("config", "check", str(config), "--here", "--json").stdout)["machine"]
+    assert here["fits"]
+    page = 16 * (7 * 656 + 4 * 132)
+    timelines, staging = 4096 * 8, 64 << 20
+    assert here["host_bytes"] == timelines + staging + 2 * ((1 << 20) // page * page)
+    assert here["host_available_bytes"] > 0
+    assert (here["device"], here["device_bytes"], here["running_pid"]) == ("cpu", 0, 0)
+    config.write_text(minimal_toml(tmp_path).replace("1MiB", "9999GiB"))
+    assert run("config", "check", str(config)).exit_code == 0
+    told = run("config", "check", str(config), "--here")
+    assert told.exit_code == 78
+    assert "does not fit: pool larger than memory" in told.output
+    config.write_text(minimal_toml(tmp_path).replace("[node]", "[node]\ndevice = 'cuda:7'"))
+    assert json.loads(run("config", "check", str(config), "--json").stdout)["machine"]["device_bytes"] > staging
+
+
 def test_serve_becomes_the_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "node.toml"
     config.write_text(minimal_toml(tmp_path))
