@@ -16,7 +16,7 @@ import grpc
 from kvmanager.errors import DaemonError, KVError, NotReady, PeerUnreachable, StaleBoot, Unauthorized
 from kvmanager.framing import receive_json, send_json
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.runtime_dir import ATTACH_SOCKET
+from kvmanager.runtime_dir import ATTACH_SOCKET, peer_credentials
 from kvmanager.wire import MESSAGE_MAX_BYTES, TOKEN_METADATA_KEY, error_from_proto
 
 ATTACH_TIMEOUT_S: Final = 10.0
@@ -39,6 +39,11 @@ class Attachment:
         self._channel = door.channel
         self._who = (runtime_dir, role, name)
         self._lock = threading.Lock()
+
+    @property
+    def server_uid(self) -> int:
+        """The user whose process listened on the socket, as the kernel says."""
+        return peer_credentials(self._channel)[1]
 
     def renew(self, timeout_s: float = ATTACH_TIMEOUT_S) -> int:
         """Attaches once more, after the daemon was replaced or the connection broke; the daemon's boot id now.

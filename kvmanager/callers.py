@@ -23,6 +23,14 @@ class Identities(Protocol):
         ...
 
 
+class Whose(Protocol):
+    """Knows who calls: by token (`Callers`), or by certificate (`CertifiedCallers`)."""
+
+    def who(self, context: grpc.ServicerContext, *roles: str) -> ClientIdentity:
+        """The caller. Raises Unauthorized."""
+        ...
+
+
 class Callers:
     """Checks tokens and roles."""
 

@@ -28,6 +28,7 @@ from kvmanager.hostregions import HostShare, shared_host_regions
 from kvmanager.layout import KVFormat, format_named
 from kvmanager.moverconfig import MoverSection
 from kvmanager.operationsconfig import OPERATIONS, HealthSection, HistorySection, MetricsSection
+from kvmanager.securityconfig import SECURITY, PeerSection, TlsSection, check_tcp
 from kvmanager.units import MILLISECOND_NS, format_bytes
 
 HOUR_MS: Final = 3_600_000
@@ -242,6 +243,8 @@ class NodeConfig:
     metrics: MetricsSection
     health: HealthSection
     history: HistorySection
+    tls: TlsSection
+    peer: PeerSection
     groups: tuple[GroupSection, ...]
     tenants: tuple[TenantSection, ...] = ()
     events: tuple[EventsSection, ...] = ()
@@ -274,6 +277,7 @@ class NodeConfig:
                      events=_events(table.get("events", [])))
         check_streams(config.events, [group.name for group in config.groups])
         _check_mover(config)
+        check_tcp(config)
         return config
 
     def tenant_of(self, uid: int) -> str:
@@ -333,9 +337,12 @@ _TABLES: Final[Mapping[str, type[Any]]] = {
     "metrics": MetricsSection,
     "health": HealthSection,
     "history": HistorySection,
+    "tls": TlsSection,
+    "peer": PeerSection,
 }
 _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
     **OPERATIONS,
+    **SECURITY,
     EventsSection: EVENTS,
     NodeSection: {
         "name": parse.text,

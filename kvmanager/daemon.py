@@ -23,14 +23,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from kvmanager.admin_service import AdminService
 from kvmanager.allocators.backing import host_room
 from kvmanager.allocators.numa import NO_NODE, gpu_node
 from kvmanager.attach import AttachServer, ClientIdentity
 from kvmanager.callers import Callers
+from kvmanager.certificates import Certificates, http_tls
 from kvmanager.clientnotes import EngineNote, RankNote, clients_of
 from kvmanager.config import NodeConfig
 from kvmanager.core.events import (
@@ -54,7 +53,7 @@ from kvmanager.errors import ConfigError, DaemonError, DeviceError, Draining, KV
 from kvmanager.exitcodes import EXIT_CONFIG, EXIT_FAILED, EXIT_INVARIANT, EXIT_REPLACED
 from kvmanager.faultin import FaultIn
 from kvmanager.fencing import Fence
-from kvmanager.grpcserver import grpc_server
+from kvmanager.grpcserver import grpc_server, serve_all
 from kvmanager.handoff import Handoffs
 from kvmanager.history import begin as begin_history
 from kvmanager.keeperlink import KeeperLink
@@ -64,9 +63,8 @@ from kvmanager.membership import Membership, Registration
 from kvmanager.movers import Mover
 from kvmanager.operator_service import OperatorService
 from kvmanager.peer_service import PeerService
+from kvmanager.peerdoor import PeerDoor
 from kvmanager.peerprocess import allow_descriptors
-from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.reload import Reloader
 from kvmanager.runtime_dir import GRPC_SOCKET, make_private_dir
 from kvmanager.sessions import SessionHub
@@ -116,9 +114,10 @@ class Daemon:
         self._groups = {group.name: group for group in plan.groups}
         self._gate = Gate(self._node.state.cordon)
         self._history = begin_history(config, self._node.state)
+        self._certificates = Certificates(config.tls) if config.tls.present else None
         self._watch = Watch(
             config.node.name, config.health, config.metrics, config.lease.grace_ns,
-            self._node.state.counters, lambda: self.state,
+            self._node.state.counters, lambda: self.state, http_tls(self._certificates, config.metrics.listen),
         )  # fmt: skip
         self._streams = KvStreams(config, self._node, self._boot_id, self._fail)
         self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail, self._journal, self._applied)
@@ -133,6 +132,7 @@ class Daemon:
             config.mover.staging_bytes,
             config.mover.chunk_bytes,
             self._loop.post,
+            self._certificates,
         )
         self._mover = Mover(
             config.node.runtime_dir,
@@ -207,8 +207,10 @@ class Daemon:
             self._config.tenant_of,
             self._watch.meter.hot_rows,
         )
+        self._door = PeerDoor(self._config.peer, self._certificates)
+        address = self._door.address or str(runtime_dir)
         peers = PeerService(
-            self._boot_id, str(runtime_dir), self._loop, self._groups, callers, self._membership, self._mover
+            self._boot_id, address, self._loop, self._groups, callers, self._membership, self._mover
         )
         admin = AdminService(
             self._boot_id,
@@ -223,20 +225,12 @@ class Daemon:
             self._replace,
         )
         server = grpc_server(self._config.fence, self._watch.calls)
-        pb_grpc.add_EngineServicer_to_server(engines, server)
-        pb_grpc.add_WorkerServicer_to_server(self._workers, server)
-        pb_grpc.add_PeerServicer_to_server(peers, server)
-        pb_grpc.add_AdminServicer_to_server(admin, server)
         operator = OperatorService(
             self.reloader.config, self._loop, callers, self._history, self._cordon, lambda: self.state, self._fail
         )
-        pb_grpc.add_OperatorServicer_to_server(operator, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._watch.servicer, server)
-        services = [service.full_name for service in pb.DESCRIPTOR.services_by_name.values()]
-        reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-        socket_path.unlink(missing_ok=True)
-        if server.add_insecure_port(f"unix:{socket_path}") == 0:
-            raise ConfigError(f"can't listen on {socket_path}; choose another runtime_dir")
+        services = {"Engine": engines, "Worker": self._workers, "Peer": peers, "Admin": admin, "Operator": operator}
+        self._door.serve(peers)
+        serve_all(server, socket_path, services, self._watch.servicer)
         return attach_server, server
 
     def start(self) -> None:
@@ -263,6 +257,7 @@ class Daemon:
         self._beginning.finish()
         self._state = SERVING
         self._watch.tell()
+        self._door.start()
         if self._beginning.warm:
             checks = self._config.checksums
             self._loop.post(CheckCopies(checks.restart_spans, checks.restart_ms * MILLISECOND_NS))
@@ -303,11 +298,15 @@ class Daemon:
         """What the process ends with when nothing failed."""
         return self._exit_code
 
+    def _stop_servers(self) -> None:
+        self._door.close()
+        self._server.stop(grace=1.0).wait()
+        self.reloader.close()
+
     def _leave_to_successor(self) -> None:
         """Ends between two events: engines are told to attach again, and the journal is one snapshot."""
         self._hub.end_all(StaleBoot("the daemon is being replaced; attach again"))
-        self._server.stop(grace=1.0).wait()
-        self.reloader.close()
+        self._stop_servers()
         self._attach.close()
         self._lives.close()
         self._watch.close()
@@ -329,8 +328,7 @@ class Daemon:
             with contextlib.suppress(NotReady):  # the failure that ended the core is known
                 self._drain()
         self._hub.end_all()
-        self._server.stop(grace=1.0).wait()
-        self.reloader.close()
+        self._stop_servers()
         self._attach.close()
         self._lives.close()
         self._watch.close()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
 from kvmanager.config import FenceSection
+from kvmanager.errors import ConfigError
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.wire import MESSAGE_MAX_BYTES
 
 STREAM_THREADS: Final = 64
@@ -33,3 +40,24 @@ def grpc_server(fence: FenceSection, interceptor: grpc.ServerInterceptor[Any, An
             ("grpc.http2.max_pings_without_data", 0),
         ],
     )
+
+
+_ADD: Final[dict[str, Callable[[Any, grpc.Server], None]]] = {
+    "Engine": pb_grpc.add_EngineServicer_to_server,
+    "Worker": pb_grpc.add_WorkerServicer_to_server,
+    "Peer": pb_grpc.add_PeerServicer_to_server,
+    "Admin": pb_grpc.add_AdminServicer_to_server,
+    "Operator": pb_grpc.add_OperatorServicer_to_server,
+}
+
+
+def serve_all(server: grpc.Server, socket_path: Path, services: dict[str, Any], health_: health.HealthServicer) -> None:
+    """Adds every service of the contract, health and reflection, on the node's own socket. Raises ConfigError."""
+    for name in pb.DESCRIPTOR.services_by_name:
+        _ADD[name](services[name], server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_, server)
+    named = [service.full_name for service in pb.DESCRIPTOR.services_by_name.values()]
+    reflection.enable_server_reflection([*named, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    socket_path.unlink(missing_ok=True)
+    if server.add_insecure_port(f"unix:{socket_path}") == 0:
+        raise ConfigError(f"can't listen on {socket_path}; choose another runtime_dir")

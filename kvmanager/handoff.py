@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kvmanager.certificates import Certificates
 from kvmanager.core.events import CopyOutcome, Event, PlanEnded, StartPull, TicketInfo
 from kvmanager.core.spec import GroupSpec
 from kvmanager.errors import Draining, KVError, LayoutMismatch, PeerUnreachable, StalePage, TransferFailed
@@ -95,13 +96,15 @@ class Handoffs:
         staging_bytes: int,
         chunk_bytes: int,
         post: Callable[[Event], None],
+        certificates: Certificates | None = None,
     ) -> None:
+        """`certificates`: to call nodes of other machines with."""
         self._node = node
         self._groups = groups
         self._staging_bytes = staging_bytes
         self._chunk_bytes = chunk_bytes
         self._post = post
-        self._peers = Peers(node)
+        self._peers = Peers(node, certificates)
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="handoff")
         self._pulls: dict[int, _Pull] = {}
         self._lock = threading.Lock()  # guards `_pulls` and `_closed`

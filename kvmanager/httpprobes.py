@@ -1,8 +1,9 @@
 """/metrics, /healthz and /readyz over HTTP.
 
 GET only; a request line and headers of at most 8 KiB; `AT_ONCE` requests at one time, more get 503; a client has
-`PATIENCE_S` to say what it wants. Nothing here is secret and nothing can be changed, but who may connect is for the
-address to decide: a loopback address, or a unix socket of mode 0600.
+`PATIENCE_S` to say what it wants. Nothing can be changed here. Who may connect: whoever has a certificate of the node's
+CA; on a unix socket of mode 0600, the node's own user; on a loopback address without TLS (`plain_loopback`), everybody
+on this machine.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import logging
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
@@ -25,6 +27,7 @@ from kvmanager.operationsconfig import UNIX
 
 AT_ONCE: Final = 8
 PATIENCE_S: Final = 10.0
+Tls = Callable[[], ssl.SSLContext] | None
 _log = logging.getLogger("kvmanager.http")
 
 
@@ -37,8 +40,10 @@ class HttpProbes:
         registry: CollectorRegistry,
         alive: Callable[[], bool],
         problems: Callable[[], dict[str, str]],
+        tls: Tls = None,
     ) -> None:
-        """Raises ConfigError when it can't listen there."""
+        """`tls()`: what the next TCP client must pass. Raises ConfigError when it can't listen there."""
+        self._tls = tls
         self._registry = registry
         self._alive = alive
         self._problems = problems
@@ -63,7 +68,7 @@ class HttpProbes:
             return server
         host, _, port = listen.rpartition(":")
         family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-        return _Server(family, (host.strip("[]"), int(port)), Handler)
+        return _Server(family, (host.strip("[]"), int(port)), Handler, self._tls)
 
     @property
     def address(self) -> Any:
@@ -106,8 +111,15 @@ class _Server(ThreadingMixIn, TCPServer):
     block_on_close = False
     allow_reuse_address = True
 
-    def __init__(self, family: socket.AddressFamily, address: Any, handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(
+        self,
+        family: socket.AddressFamily,
+        address: Any,
+        handler: type[BaseHTTPRequestHandler],
+        tls: Tls = None,
+    ) -> None:
         self.address_family = family
+        self._tls = tls
         self._places = threading.Semaphore(AT_ONCE)
         super().__init__(address, handler)
 
@@ -119,6 +131,15 @@ class _Server(ThreadingMixIn, TCPServer):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Over TLS where it must be; a client that does not pass is gone with it."""
+        if self._tls is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(PATIENCE_S)
+        with self._tls().wrap_socket(request, server_side=True) as secure:
+            super().finish_request(secure, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """One connection, one request."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
+from typing import Final
 
 import grpc
 
 from kvmanager.attach import ClientIdentity
-from kvmanager.callers import Callers, typed
+from kvmanager.callers import Whose, typed
 from kvmanager.core.checksums import SumArray
 from kvmanager.core.events import (
     AcceptTicket,
@@ -33,6 +34,9 @@ from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.wire import layout_to_proto, pack_u32, pack_u64, unpack_u32
 
+BY_CERTIFICATE: Final = -1
+"""Instead of a uid: the caller is on another machine."""
+
 
 class PeerService(pb_grpc.PeerServicer):
     """Tickets."""
@@ -43,7 +47,7 @@ class PeerService(pb_grpc.PeerServicer):
         address: str,
         loop: OwnerLoop,
         groups: dict[str, GroupSpec],
-        callers: Callers,
+        callers: Whose,
         membership: Membership,
         mover: Mover,
     ) -> None:
@@ -55,6 +59,12 @@ class PeerService(pb_grpc.PeerServicer):
         self._callers = callers
         self._membership = membership
         self._mover = mover
+
+    def seen_by(self, callers: Whose) -> PeerService:
+        """The same service where other callers come in."""
+        return PeerService(
+            self._boot_id, self._address, self._loop, self._groups, callers, self._membership, self._mover
+        )
 
     @typed
     def Export(self, request: pb.ExportRequest, context: grpc.ServicerContext) -> pb.ExportReply:
@@ -142,6 +152,8 @@ class PeerService(pb_grpc.PeerServicer):
 
 def _holder(identity: ClientIdentity) -> str:
     """Who holds a ticket: its process, which stays the same when our daemon restarts and it attaches anew."""
+    if identity.uid == BY_CERTIFICATE:
+        return f"{identity.name} (by its certificate)"
     return f"{identity.name} (uid {identity.uid}, pid {identity.pid}, started {identity.started})"
 
 

@@ -1,29 +1,87 @@
-"""Connections to other daemons, by runtime directory: made on first use, made again when they are of no use."""
+"""Connections to other daemons: made on first use, made again when they are of no use.
+
+A node of this machine is known by its runtime directory; it must be served by a user that we trust (the directory comes
+from a ticket, and so from an engine). One of another machine is known by HOST:PORT, and proves by mutual TLS that it is
+that host.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
+from kvmanager.certificates import Certificates
 from kvmanager.clients.attach import attach, grpc_channel
 from kvmanager.errors import DaemonError, KVError, PeerUnreachable, Suspect, Unauthorized
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
-from kvmanager.wire import error_from_rpc
+from kvmanager.securityconfig import host_and_port
+from kvmanager.wire import MESSAGE_MAX_BYTES, error_from_rpc
 
 CALL_DEADLINE_S = 10.0
+CONNECTIONS_MAX: Final = 64
+"""Of other nodes at one time: addresses come from engines."""
 _SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+
+class _Local:
+    """A node of this machine."""
+
+    def __init__(self, runtime_dir: Path, node: str) -> None:
+        """Raises Unauthorized where somebody else's process serves there."""
+        self._attachment = attach(runtime_dir, "peer", node)
+        uid = self._attachment.server_uid
+        if uid not in (os.getuid(), 0):
+            self._attachment.close()
+            raise Unauthorized(f"{runtime_dir} is served by uid {uid}, not by this node's own user or root")
+        self.channel = grpc_channel(self._attachment)
+
+    def why_silent(self, address: str, error: KVError) -> KVError:
+        """What to say when it does not answer."""
+        return PeerUnreachable(f"the node at {address} does not answer: {error}")
+
+    def close(self) -> None:
+        self.channel.close()
+        self._attachment.close()
+
+
+class _Remote:
+    """A node of another machine."""
+
+    def __init__(self, address: str, certificates: Certificates | None) -> None:
+        """Raises Unauthorized without certificates of our own, PeerUnreachable for what is no address."""
+        try:
+            host_and_port(address)
+        except ValueError as error:
+            raise PeerUnreachable(f"{error}, nor a runtime directory: no node can be there") from error
+        if certificates is None:
+            raise Unauthorized(f"the node at {address} is called with a certificate, and this node has none: see [tls]")
+        self._certificates = certificates
+        options = [
+            ("grpc.max_send_message_length", MESSAGE_MAX_BYTES),
+            ("grpc.max_receive_message_length", MESSAGE_MAX_BYTES),
+        ]
+        self.channel = grpc.secure_channel(address, certificates.channel_credentials(), options)
+
+    def why_silent(self, address: str, error: KVError) -> KVError:
+        """What to say when it does not answer: perhaps one of the two does not like the other's certificate."""
+        found = self._certificates.why_silent(address)
+        return type(found)(f"{found} ({error})")
+
+    def close(self) -> None:
+        self.channel.close()
 
 
 class _Peer:
     """One connection. It closes when it was dropped and its last call has ended."""
 
-    def __init__(self, address: str, node: str) -> None:
-        self._attachment = attach(Path(address), "peer", node)
-        self._channel = grpc_channel(self._attachment)
-        self.stub = pb_grpc.PeerStub(self._channel)
+    def __init__(self, address: str, node: str, certificates: Certificates | None) -> None:
+        self._way = _Local(Path(address), node) if address.startswith("/") else _Remote(address, certificates)
+        self.why_silent = self._way.why_silent
+        self.stub = pb_grpc.PeerStub(self._way.channel)
         self._users = 1  # the table's own
         self._lock = threading.Lock()
 
@@ -42,16 +100,16 @@ class _Peer:
 
     def close(self) -> None:
         """Ends the connection and all calls on it."""
-        self._channel.close()
-        self._attachment.close()
+        self._way.close()
 
 
 class Peers:
     """Calls other daemons' Peer service. Thread-safe; a call never waits for another node's connection."""
 
-    def __init__(self, node: str) -> None:
-        """`node`: our name, as the other sides see it."""
+    def __init__(self, node: str, certificates: Certificates | None = None) -> None:
+        """`node`: our name, as nodes of this machine see it; those of others see our certificate."""
         self._node = node
+        self._certificates = certificates
         self._peers: dict[str, _Peer] = {}
         self._closed = False
         self._lock = threading.Lock()
@@ -83,7 +141,7 @@ class Peers:
             if type(typed) is DaemonError and isinstance(error, grpc.Call) and error.code() in _SILENCE:
                 # A new channel tries at once; this one would wait longer after each failure.
                 self._drop(address, peer)
-                raise PeerUnreachable(f"the node at {address} does not answer: {typed}") from error
+                raise peer.why_silent(address, typed) from error
             raise typed from error
 
     def _take(self, address: str) -> _Peer:
@@ -95,8 +153,12 @@ class Peers:
                 return peer
             if self._closed:
                 raise PeerUnreachable(f"this node stops; nothing is asked of {address} any more")
+            if len(self._peers) >= CONNECTIONS_MAX:
+                self._peers.pop(next(iter(self._peers))).let_go()
         try:
-            made = _Peer(address, self._node)
+            made = _Peer(address, self._node, self._certificates)
+        except Unauthorized:
+            raise
         except KVError as error:
             raise PeerUnreachable(f"the node at {address} can't be reached: {error}") from error
         with self._lock:

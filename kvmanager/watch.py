@@ -15,7 +15,7 @@ from kvmanager.core.node import Node
 from kvmanager.deposits import SERVING
 from kvmanager.errors import NotReady
 from kvmanager.health import Health, Sight, vitals
-from kvmanager.httpprobes import HttpProbes
+from kvmanager.httpprobes import HttpProbes, Tls
 from kvmanager.meter import CallTimer, Meter
 from kvmanager.metrics import NodeCollector, NodeView
 from kvmanager.operationsconfig import HealthSection, MetricsSection
@@ -65,8 +65,9 @@ class Watch:
         lease_grace_ns: int,
         counters: Mapping[str, int],
         state: Callable[[], str],
+        tls: Tls = None,
     ) -> None:
-        """`state()`: starting, serving or draining. Raises ConfigError when it can't listen."""
+        """`state()`: starting, serving or draining. `tls`: for HTTP. Raises ConfigError when it can't listen."""
         self._limits = limits
         self._name = node
         self._state = state
@@ -87,7 +88,8 @@ class Watch:
         self._told: dict[str, str] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._http = HttpProbes(metrics.listen, self.registry, self.alive, self.problems) if metrics.listen else None
+        probed = (self.registry, self.alive, self.problems)
+        self._http = HttpProbes(metrics.listen, *probed, tls) if metrics.listen else None
         self.tell()
 
     def start(self, loop: Loop, mover: Pinged) -> None:

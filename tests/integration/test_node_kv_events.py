@@ -42,6 +42,8 @@ def stream_toml(directory: Path, model: str = NAMESPACE.model, more: str = "") -
     return f"""
 [metrics]
 listen = "127.0.0.1:0"
+[tls]
+plain_loopback = true
 [[events]]
 group = "{GROUP}"
 model = "{model}"

@@ -41,6 +41,8 @@ Labels = dict[str, str]
 OPERATIONS = """
 [metrics]
 listen = "127.0.0.1:0"
+[tls]
+plain_loopback = true
 [health]
 probe_ms = 50
 core_ms = 2000
@@ -199,7 +201,8 @@ def test_a_stopped_mover_is_not_ready_until_it_goes_on(probed: Probed) -> None:
 def test_other_paths_are_refused_and_a_used_port_is_an_error(probed: Probed, tmp_path: Path) -> None:
     assert probed.get("/")[0] == 404
     port = probed.url.rpartition(":")[2]
-    second = prefill_toml(tmp_path / "second", more=f'[metrics]\nlisten = "127.0.0.1:{port}"')
+    more = f'[metrics]\nlisten = "127.0.0.1:{port}"\n[tls]\nplain_loopback = true'
+    second = prefill_toml(tmp_path / "second", more=more)
     with NodeProcess("second", tmp_path, second) as process:
         assert process._process is not None
         assert process._process.wait(30) == EXIT_CONFIG

@@ -1,0 +1,153 @@
+"""`[tls]` and `[peer]` of the configuration: certificates, and where other nodes' daemons come in.
+
+Whatever listens on TCP does so with mutual TLS. The one exception, plain TCP on a loopback address for what is not
+secret (metrics, KV events), must be asked for.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvmanager import configvalues as parse
+from kvmanager.configvalues import Parser
+from kvmanager.errors import ConfigError
+from kvmanager.operationsconfig import UNIX, listen_address
+
+if TYPE_CHECKING:
+    from kvmanager.config import NodeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsSection:
+    """`[tls]`: PEM files of this node. All three, or none.
+
+    certificate_file: its own certificate, for server and client use, with what leads to the CA; key_file: its key,
+    which others may not read; ca_file: who signs the certificates that are let in. plain_loopback: metrics and KV
+    events may be served without TLS on a loopback address.
+    """
+
+    certificate_file: Path = Path()
+    key_file: Path = Path()
+    ca_file: Path = Path()
+    plain_loopback: bool = False
+
+    @property
+    def present(self) -> bool:
+        """Whether there are certificates."""
+        return self.certificate_file != Path()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSection:
+    """`[peer]`: hand-offs between machines. listen: `ADDRESS:PORT`, or "": only nodes of this machine come in.
+
+    address: `HOST:PORT` where other nodes find this one, if not there; its host is a name of the certificate.
+    nodes: names of the certificates that are let in; empty: all that the CA has signed.
+    """
+
+    listen: str = ""
+    address: str = ""
+    nodes: tuple[str, ...] = ()
+
+
+def certificate_path(value: object) -> Path:
+    """An absolute path."""
+    path = Path(parse.text(value))
+    if not path.is_absolute():
+        raise ValueError(f"{value!r} is not an absolute path")
+    return path
+
+
+def tcp_address(value: object) -> str:
+    """`ADDRESS:PORT` with a numeric address; "" for "off"."""
+    where = listen_address(value)
+    if where.startswith(UNIX):
+        raise ValueError(f"{value!r}: nodes of one machine use the runtime directory; write ADDRESS:PORT")
+    return where
+
+
+def host_and_port(value: object) -> str:
+    """`HOST:PORT`."""
+    where = parse.text(value)
+    host, _, port = where.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535 or "/" in host:
+        raise ValueError(f"{value!r} is not HOST:PORT")
+    return where
+
+
+def names(value: object) -> tuple[str, ...]:
+    """A list of names."""
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r} is not a list of names")
+    return tuple(parse.text(entry) for entry in value)
+
+
+SECURITY: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
+    TlsSection: {
+        "certificate_file": certificate_path,
+        "key_file": certificate_path,
+        "ca_file": certificate_path,
+        "plain_loopback": parse.switch,
+    },
+    PeerSection: {"listen": tcp_address, "address": host_and_port, "nodes": names},
+}
+"""Parsers of the keys."""
+
+
+def is_loopback(where: str) -> bool:
+    """Whether `ADDRESS:PORT` can be reached from this machine alone. A name is not believed to be."""
+    host = where.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_plain(tls: TlsSection, where: str) -> bool:
+    """Whether `ADDRESS:PORT` is served without TLS."""
+    return tls.plain_loopback and is_loopback(where)
+
+
+def check_tcp(config: NodeConfig) -> None:
+    """Refuses every TCP listener that would be open without a certificate. Raises ConfigError naming the key."""
+    tls, peer = config.tls, config.peer
+    paths = {key: getattr(tls, key) for key in ("certificate_file", "key_file", "ca_file")}
+    missing = [key for key, path in paths.items() if path == Path()]
+    if missing and len(missing) < len(paths):
+        raise ConfigError(f"[tls] {', '.join(missing)}: missing; mutual TLS needs {', '.join(paths)}")
+    if peer.listen and missing:
+        raise ConfigError(
+            f"[peer] listen: {peer.listen} without certificates; set certificate_file, key_file and ca_file in [tls]"
+        )
+    if not peer.listen and (peer.address or peer.nodes):
+        raise ConfigError("[peer] address, nodes: nobody comes in over TCP; set listen, or remove them")
+    if peer.listen and not peer.address and _is_wildcard(peer.listen):
+        raise ConfigError(f"[peer] address: missing; nobody can connect to {peer.listen}, say where others find it")
+    where = config.metrics.listen
+    if where and not where.startswith(UNIX) and not is_plain(tls, where) and missing:
+        raise ConfigError(
+            f"[metrics] listen: {where} without certificates; set those in [tls], listen on unix:PATH, or on a "
+            "loopback address with plain_loopback = true in [tls]"
+        )
+    for endpoint in _event_endpoints(config):
+        if not is_plain(tls, endpoint):
+            raise ConfigError(
+                f"[[events]] endpoint: tcp://{endpoint} has no TLS (ZeroMQ knows none); write ipc:///PATH, or a "
+                "loopback address with plain_loopback = true in [tls], and put a proxy that speaks mTLS before it"
+            )
+
+
+def _event_endpoints(config: NodeConfig) -> Iterator[str]:
+    for section in config.events:
+        for endpoint in (section.endpoint, section.replay_endpoint):
+            if endpoint.startswith("tcp://"):
+                yield endpoint.removeprefix("tcp://")
+
+
+def _is_wildcard(where: str) -> bool:
+    host = where.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    return ipaddress.ip_address(host).is_unspecified
