@@ -30,13 +30,17 @@ class RankGroup(Protocol):
     rank: int
     size: int
 
-    def start_gather(self, tensor: Tensor) -> Gather:
-        """Begins to bring the tensors of all ranks together; they must not change until the gather has ended."""
+    def start_gather(self, tensor: Tensor, received: Tensor) -> Gather:
+        """Begins to bring the tensors of all ranks together in `received` [ranks, *shape of the tensor], contiguous.
+
+        Neither may be touched until the gather has ended. Raises PeerUnreachable, here or in `wait`, when a rank is
+        lost; the group is of no use after that.
+        """
 
 
 def gather(ranks: RankGroup, tensor: Tensor) -> list[Tensor]:
     """Every rank's tensor, in rank order."""
-    return ranks.start_gather(tensor).wait()
+    return ranks.start_gather(tensor, tensor.new_empty((ranks.size, *tensor.shape))).wait()
 
 
 def gather_uneven(ranks: RankGroup, tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
@@ -83,13 +87,15 @@ class ThreadRank:
         self._slots = slots
         self._barrier = barrier
 
-    def start_gather(self, tensor: Tensor) -> Gather:
+    def start_gather(self, tensor: Tensor, received: Tensor) -> Gather:
         """Waits for the others at once: threads of one interpreter have nothing to overlap."""
-        self._slots[self.rank] = tensor.clone()
+        self._slots[self.rank] = tensor
         self._barrier.wait()
-        tensors = [slot for slot in self._slots if slot is not None]
+        for own, slot in zip(received, self._slots, strict=True):
+            assert slot is not None
+            own.copy_(slot)
         self._barrier.wait()
-        return _Done(tensors)
+        return _Done(list(received.unbind()))
 
 
 def run_threads(size: int, work: Callable[[RankGroup], T]) -> list[T]:

@@ -53,7 +53,10 @@ class ShardStore:
 
     def index_keys(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
         """(uint8[n, index bytes], float32[n]) of the positions below `tokens` that lie here, ascending."""
-        positions = self.own_positions(tokens)
+        return self.index_keys_of(layer, self.own_positions(tokens))
+
+    def index_keys_of(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(uint8[n, index bytes], float32[n]) of positions int64[n] that lie here."""
         scales = self._read(Section.INDEX_SCALE, layer, positions)
         values = self._read(Section.INDEX_VALUE, layer, positions)
         return values, torch.from_numpy(scales.numpy().view(np.float32).reshape(-1))

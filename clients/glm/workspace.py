@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from kvmanager.clients.glm.ranks import Gather, RankGroup, cut_to, pad_to
+from kvmanager.clients.glm.ranks import Gather, RankGroup, pad_to
 from kvmanager.clients.glm.shard_store import ShardStore
-from kvmanager.errors import InvariantViolation, PoolExhausted
+from kvmanager.errors import InvariantViolation, KVError, PoolExhausted
+from kvmanager.geometry import ShardGeometry
 from kvmanager.layout import INDEX_VALUE_BYTES, LATENT_ROW_BYTES
 
 INDEX_ROW_BYTES: Final = INDEX_VALUE_BYTES + 4
 """Key and scale."""
 TOKEN_BYTES: Final = LATENT_ROW_BYTES + INDEX_ROW_BYTES
-"""Workspace bytes a token: one layer's latent row and indexer key."""
+"""Bytes a token of one full copy: one layer's latent row and indexer key."""
 
 
 @dataclass(frozen=True)
 class FullCopy:
-    """One layer of a context, by position: latent rows uint8[tokens, 656], indexer keys with scales uint8[tokens, 132].
+    """One layer of a context, shard after shard.
 
-    Views of a workspace, which hold layer after layer.
+    Latent rows uint8[rows, 656], indexer keys with scales uint8[rows, 132]: views of a workspace, which hold layer
+    after layer.
     """
 
     latent: Tensor
@@ -31,44 +34,79 @@ class FullCopy:
 
 
 class Workspace:
-    """Device memory for the full copy; one step holds it at a time. `memory`: uint8, one dimension."""
+    """Device memory for two full copies; one step holds it at a time. `memory`: uint8, one dimension."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
-        self._held = False
+        self.held = False
+        """Whether a step has it."""
         self.leases = 0
         """Leases so far."""
 
-    def lease(self, tokens: int) -> FullCopy:
-        """Takes it for a step whose context ends with `tokens` tokens. Raises PoolExhausted where it is too small."""
-        if self._held:
+    def lease(self, rows: int) -> tuple[FullCopy, FullCopy]:
+        """Takes it for a step: a copy of `rows` rows to compute from, one to gather the next layer in.
+
+        Raises PoolExhausted where it is too small.
+        """
+        if self.held:
             raise InvariantViolation("the workspace is held by a step that has not ended")
-        needed, latent_bytes = tokens * TOKEN_BYTES, tokens * LATENT_ROW_BYTES
+        needed = 2 * rows * TOKEN_BYTES
         if needed > len(self._memory):
             raise PoolExhausted(
-                f"a step over {tokens} tokens needs {needed} bytes of workspace; it has {len(self._memory)}",
+                f"a step over {rows} rows needs {needed} bytes of workspace; it has {len(self._memory)}",
                 pool="workspace",
                 needed=needed,
                 free=len(self._memory),
             )
-        self._held = True
+        self.held = True
         self.leases += 1
-        latent = self._memory[:latent_bytes].view(tokens, LATENT_ROW_BYTES)
-        return FullCopy(latent, self._memory[latent_bytes:needed].view(tokens, INDEX_ROW_BYTES))
+        first, second = self._memory[:needed].view(2, -1)
+        return _full_copy(first, rows), _full_copy(second, rows)
 
     def end(self) -> None:
         """The step is over."""
-        assert self._held
-        self._held = False
+        assert self.held
+        self.held = False
+
+
+def _full_copy(memory: Tensor, rows: int) -> FullCopy:
+    index = rows * LATENT_ROW_BYTES
+    return FullCopy(memory[:index].view(rows, LATENT_ROW_BYTES), memory[index:].view(rows, INDEX_ROW_BYTES))
+
+
+def workspace_bytes(geometry: ShardGeometry, tokens: int) -> int:
+    """What a step needs whose context ends with `tokens` tokens: every shard as long as the longest, twice."""
+    return 2 * geometry.ranks * _longest_shard(geometry, tokens) * TOKEN_BYTES
+
+
+def _longest_shard(geometry: ShardGeometry, tokens: int) -> int:
+    return max(geometry.rows_on_rank(tokens, rank) for rank in range(geometry.ranks))
 
 
 @dataclass
 class _Coming:
-    """Shards of one layer on their way, of the context before the step."""
+    """Shards of one layer on their way into `copy`, of the context before the step."""
 
     layer: int
-    latent: Gather
-    index: Gather | None
+    copy: FullCopy
+    gathers: list[Gather]
+
+
+@dataclass
+class _Step:
+    """A step under way. `rows` int64[tokens]: where each position lies in a copy; `free`: the copy not in use.
+
+    `own`: this rank's positions of the context before the step; `longest`: rows of a shard in a copy.
+    """
+
+    rows: Tensor
+    own: Tensor
+    longest: int
+    leaders: frozenset[int]
+    copy: FullCopy
+    free: FullCopy
+    layer: int = -1
+    coming: _Coming | None = None
 
 
 class GatheredStore:
@@ -76,7 +114,7 @@ class GatheredStore:
 
     A step is `begin`, the layers in order, `end`. The first write to a layer makes it the one in the copy: earlier
     tokens' rows come from all shards, the step's own rows from the write, which has those of all ranks. The shards of
-    the next layer are asked for at that time, so that they travel while this layer is computed.
+    the next layer are asked for at that time, and land in the other half of the workspace while this layer is computed.
     """
 
     def __init__(self, shard: ShardStore, ranks: RankGroup, workspace: Workspace, layers: tuple[int, ...]) -> None:
@@ -87,27 +125,30 @@ class GatheredStore:
         self._workspace = workspace
         self._next = dict(zip(layers, (*layers[1:], None), strict=True))
         self._first = layers[0]
-        self._leaders: frozenset[int] = frozenset()
-        self._copy: FullCopy | None = None
-        self._layer = -1
-        self._coming: _Coming | None = None
-        self._counts: list[int] = []
-        self._before = 0
+        self._step: _Step | None = None
 
     def begin(self, start: int, end: int, leaders: frozenset[int]) -> None:
         """A step over positions start..end-1, rows of earlier ones being in the shards. Raises as `lease` does."""
-        self._copy = self._workspace.lease(end)
-        self._before = start
         geometry = self._shard.geometry
-        self._counts = [geometry.rows_on_rank(start, rank) for rank in range(geometry.ranks)]
-        self._places = [self._positions(start, rank) for rank in range(geometry.ranks)]
-        self._leaders = leaders
-        self._layer = -1
-        self._coming = self._ask(self._first)
+        longest = _longest_shard(geometry, end)
+        copy, free = self._workspace.lease(geometry.ranks * longest)
+        spans, ranks, slots = geometry.place(torch.arange(end).numpy())
+        rows = torch.from_numpy(ranks * longest + spans * geometry.page_rows + slots)
+        self._step = _Step(rows, self._shard.own_positions(start), longest, leaders, copy, free)
+        try:
+            self._ask(self._first)
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
-        """The step's last layer is done."""
-        self._copy = None
+        """The step's last layer is done, or it failed; then what still travels has landed or never will."""
+        step = self._running
+        if step.coming is not None:
+            for gather in step.coming.gathers:
+                with contextlib.suppress(KVError):  # whoever ends a step that failed knows why
+                    gather.wait()
+        self._step = None
         self._workspace.end()
 
     def write_latent(self, layer: int, positions: Tensor, rows: Tensor) -> None:
@@ -115,19 +156,19 @@ class GatheredStore:
         self._shard.write_latent(layer, positions, rows)
         if layer in self._next:
             self._enter(layer)
-            self._held.latent[positions] = rows
+            self._running.copy.latent[self._running.rows[positions]] = rows
 
     def write_index(self, layer: int, positions: Tensor, values: Tensor, scales: Tensor) -> None:
         """Stores keys uint8[T, 128] and scales float32[T] likewise; after the layer's latent rows."""
         self._shard.write_index(layer, positions, values, scales)
         if layer in self._next:
-            assert layer == self._layer
-            self._held.index[positions] = _index_rows(values, scales)
+            step = self._of(layer)
+            step.copy.index[step.rows[positions]] = _index_rows(values, scales)
 
     def index_keys(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
         """(uint8[tokens, 128], float32[tokens]) of positions 0..tokens-1."""
-        assert layer == self._layer
-        rows = self._held.index[:tokens]
+        step = self._of(layer)
+        rows = step.copy.index[step.rows[:tokens]]
         scales = rows[:, INDEX_VALUE_BYTES:].contiguous().view(torch.float32).view(-1)
         return rows[:, :INDEX_VALUE_BYTES], scales
 
@@ -136,44 +177,51 @@ class GatheredStore:
 
     def latent_rows(self, layer: int, selection: Tensor) -> Tensor:
         """uint8[T, k, 656]."""
-        assert layer == self._layer
-        return self._held.latent[selection.clamp(min=0)]
+        step = self._of(layer)
+        return step.copy.latent[step.rows[selection.clamp(min=0)]]
 
     @property
-    def _held(self) -> FullCopy:
-        if self._copy is None:
+    def _running(self) -> _Step:
+        if self._step is None:
             raise InvariantViolation("rows are read or written outside a step")
-        return self._copy
+        return self._step
+
+    def _of(self, layer: int) -> _Step:
+        """The step, in which `layer` is the one in the copy."""
+        step = self._running
+        if step.layer != layer:
+            raise InvariantViolation(f"layer {layer} is asked for while layer {step.layer} is in the copy")
+        return step
 
     def _enter(self, layer: int) -> None:
         """Makes `layer` the one in the copy, and asks for the one after it."""
-        if layer == self._layer:
+        step = self._running
+        if layer == step.layer:
             return
-        coming = self._coming
+        coming = step.coming
         if coming is None or coming.layer != layer:
             raise InvariantViolation(f"layer {layer} out of its order")
-        self._spread(coming.latent, self._held.latent)
-        if coming.index is not None:
-            self._spread(coming.index, self._held.index)
-        self._layer = layer
+        for gather in coming.gathers:
+            gather.wait()
+        step.coming = None
+        step.layer, step.copy, step.free = layer, coming.copy, step.copy
         following = self._next[layer]
-        self._coming = None if following is None else self._ask(following)
+        if following is not None:
+            self._ask(following)
 
-    def _ask(self, layer: int) -> _Coming:
-        own, most = self._places[self._shard.rank], max(self._counts)
-        latent = self._ranks.start_gather(pad_to(self._shard.latent_rows(layer, own), most))
-        if layer not in self._leaders:
-            return _Coming(layer, latent, None)
-        index = _index_rows(*self._shard.index_keys(layer, self._before))
-        return _Coming(layer, latent, self._ranks.start_gather(pad_to(index, most)))
+    def _ask(self, layer: int) -> None:
+        """Begins to gather the shards of `layer` in the copy that is not in use."""
+        step = self._running
+        step.coming = _Coming(layer, step.free, [])
+        self._gather(self._shard.latent_rows(layer, step.own), step.free.latent)
+        if layer in step.leaders:
+            self._gather(_index_rows(*self._shard.index_keys_of(layer, step.own)), step.free.index)
 
-    def _spread(self, shards: Gather, rows: Tensor) -> None:
-        for positions, shard in zip(self._places, cut_to(shards.wait(), self._counts), strict=True):
-            rows[positions] = shard
-
-    def _positions(self, tokens: int, rank: int) -> Tensor:
-        _, ranks, _ = self._shard.geometry.place(torch.arange(tokens).numpy())
-        return torch.from_numpy((ranks == rank).nonzero()[0])
+    def _gather(self, shard: Tensor, rows: Tensor) -> None:
+        step = self._running
+        assert step.coming is not None
+        shards = rows.view(self._ranks.size, step.longest, rows.shape[1])
+        step.coming.gathers.append(self._ranks.start_gather(pad_to(shard, step.longest), shards))
 
 
 def _index_rows(values: Tensor, scales: Tensor) -> Tensor:

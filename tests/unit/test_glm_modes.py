@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -19,49 +20,47 @@ from kvmanager.clients.glm.decode import verify_step
 from kvmanager.clients.glm.model import Glm
 from kvmanager.clients.glm.pcp_rank import prefill_on_rank, prefill_over_shards
 from kvmanager.clients.glm.rank_models import ContextParallelGlm, TensorParallelGlm
-from kvmanager.clients.glm.ranks import RankGroup, gather, run_threads
+from kvmanager.clients.glm.ranks import Gather, RankGroup, gather, run_threads
 from kvmanager.clients.glm.reference import ReferenceRun
 from kvmanager.clients.glm.shard_store import ShardStore
 from kvmanager.clients.glm.store import ContiguousStore, KVStore
-from kvmanager.clients.glm.weights import Profile, make_weights
 from kvmanager.clients.glm.workspace import TOKEN_BYTES, GatheredStore, Workspace
-from kvmanager.errors import InvalidArgument, InvariantViolation, PoolExhausted
+from kvmanager.errors import InvalidArgument, InvariantViolation, PeerUnreachable, PoolExhausted
 from kvmanager.geometry import ShardGeometry
-from kvmanager.layout import native_layout
+from tests.glm_ranks import (
+    CUTS,
+    MAIN_LAYERS,
+    OUTPUT,
+    PROMPT,
+    ROWS,
+    assert_rows,
+    decode_shards,
+    expected_answer,
+    plain_model,
+    plain_rows,
+    poisoned_workspace,
+    prefill_answer,
+    prefill_shards,
+    shard_of,
+    the_prompt,
+    weights,
+)
 
 torch.set_num_threads(1)  # small tensors: more threads only wait for each other on a busy machine
 
-ROWS = 16
-LAYOUT = native_layout(TINY.format, ROWS)
-WEIGHTS = make_weights(TINY, 2, Profile.CALM)
-PROMPT = 90
-OUTPUT = 10
-MAIN_LAYERS = tuple(range(TINY.layers))
-
-
 @pytest.fixture(scope="module")
 def model() -> Glm:
-    return Glm(TINY, WEIGHTS, torch.float64, Fp8Codec())
+    return plain_model()
 
 
 @pytest.fixture(scope="module")
 def prompt() -> list[int]:
-    return np.random.default_rng(4).integers(0, TINY.vocab, PROMPT).tolist()
+    return the_prompt()
 
 
 @pytest.fixture(scope="module")
-def expected(model: Glm, prompt: list[int]) -> list[int]:
-    return ReferenceRun(model).turn(prompt, OUTPUT)
-
-
-def shard_of(rank: int, geometry: ShardGeometry, tokens: int = 160) -> ShardStore:
-    """A rank's memory full of rubbish, with its spans in no order."""
-    rng = np.random.default_rng(rank)
-    spans = geometry.spans(tokens)
-    memory = rng.integers(0, 256, LAYOUT.page_bytes * (spans + 1), dtype=np.uint8)
-    store = ShardStore(memory, LAYOUT, geometry, rank)
-    store.set_span_pages(np.arange(spans, 0, -1))
-    return store
+def expected() -> list[int]:
+    return list(expected_answer())
 
 
 def answer(model: Glm, store: KVStore, prompt: list[int], drafts: int) -> tuple[list[int], int]:
@@ -101,7 +100,7 @@ def test_tensor_parallel_ranks_with_replicated_latents(
 
     def work(ranks: RankGroup) -> list[int]:
         memories[ranks.rank] = _replica()
-        split = TensorParallelGlm(TINY, WEIGHTS, torch.float64, Fp8Codec(), ranks, short)
+        split = TensorParallelGlm(TINY, weights(), torch.float64, Fp8Codec(), ranks, short)
         return answer(split, memories[ranks.rank], prompt, 3)[0]
 
     check_all_ranks(2, work, expected)
@@ -116,7 +115,7 @@ def _replica() -> ShardStore:
 
 def test_heads_are_divided_evenly() -> None:
     with pytest.raises(InvalidArgument, match="4 heads on 3 ranks"):
-        run_threads(3, lambda ranks: TensorParallelGlm(TINY, WEIGHTS, torch.float64, Fp8Codec(), ranks))
+        run_threads(3, lambda ranks: TensorParallelGlm(TINY, weights(), torch.float64, Fp8Codec(), ranks))
 
 
 @pytest.mark.parametrize(("size", "interleave"), [(2, 1), (4, 16), (8, 16)])
@@ -127,7 +126,7 @@ def test_dcp_decode_brings_the_query_to_the_shards(
     geometry = ShardGeometry(size, ROWS, interleave)
 
     def work(ranks: RankGroup) -> list[int]:
-        shared = ContextParallelGlm(TINY, WEIGHTS, torch.float64, Fp8Codec(), ranks)
+        shared = ContextParallelGlm(TINY, weights(), torch.float64, Fp8Codec(), ranks)
         tokens, steps = answer(shared, shard_of(ranks.rank, geometry), prompt, 3)
         assert steps < OUTPUT - 1, "no draft was ever right"
         return tokens
@@ -149,7 +148,7 @@ def test_dcp_selects_alike_where_scores_are_equal(model: Glm) -> None:
     def work(ranks: RankGroup) -> list[set[int]]:
         store = shard_of(ranks.rank, ShardGeometry(ranks.size, ROWS, 4))
         store.write_index(0, torch.arange(100), values, scales)
-        shared = ContextParallelGlm(TINY, WEIGHTS, torch.float64, Fp8Codec(), ranks)
+        shared = ContextParallelGlm(TINY, weights(), torch.float64, Fp8Codec(), ranks)
         mine = shared.choose(0, hidden, positions, store)
         return [set(row.tolist()) - {-1} for row in mine]
 
@@ -165,17 +164,6 @@ def test_a_shard_without_tokens_adds_nothing() -> None:
     nothing = PartialAttention(torch.zeros_like(mixed), torch.full_like(lse, float("-inf")))
     merged = merge_partials([nothing, PartialAttention(mixed, lse), nothing])
     torch.testing.assert_close(merged, mixed)
-
-
-def prefill_answer(
-    model: Glm, ranks: RankGroup, prompt: list[int], step: Callable[[list[int], int, list[int]], torch.Tensor]
-) -> list[int]:
-    """The first token after a prompt computed in chunks, one of them too small to be cut."""
-    last = torch.empty(0)
-    for a, b in itertools.pairwise((0, 50, 53, len(prompt))):
-        last = step(prompt[a:b], a, prompt[a + 1 : b + 1])
-    assert len(gather(ranks, last)) == ranks.size
-    return model.greedy(last.unsqueeze(0))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -202,9 +190,8 @@ def test_pcp_ranks_with_shards_attend_over_a_gathered_copy(
 
     def work(ranks: RankGroup) -> list[int]:
         shard = shards[ranks.rank] = shard_of(ranks.rank, geometry)
-        space = spaces[ranks.rank] = Workspace(torch.full((PROMPT * TOKEN_BYTES,), 0xFF, dtype=torch.uint8))
-        store = GatheredStore(shard, ranks, space, MAIN_LAYERS)
-        return prefill_answer(model, ranks, prompt, lambda *chunk: prefill_over_shards(model, store, ranks, *chunk))
+        space = spaces[ranks.rank] = poisoned_workspace(geometry)
+        return prefill_shards(model, ranks, shard, space)
 
     check_all_ranks(size, work, expected[:1])
     plain = plain_rows(model, prompt)
@@ -213,52 +200,109 @@ def test_pcp_ranks_with_shards_attend_over_a_gathered_copy(
         assert spaces[rank].leases == 3, "one a step, not one a layer"
 
     # The same shards, decoded where they lie.
-    def decode(ranks: RankGroup) -> list[int]:
-        shared = ContextParallelGlm(TINY, WEIGHTS, torch.float64, Fp8Codec(), ranks)
-        tokens, rows, waiting = expected[:1], PROMPT, list[int]()
-        while len(tokens) < OUTPUT:
-            step = verify_step(shared, shards[ranks.rank], [tokens[-1], *waiting], rows, 2)
-            tokens, rows, waiting = tokens + step.accepted, rows + len(step.accepted), step.drafts
-        return tokens[:OUTPUT]
-
-    # The last MTP row depends on the answer; it may cost a draft, never a token, so it is left unwritten.
-    check_all_ranks(size, decode, expected)
-
-
-def plain_rows(model: Glm, prompt: list[int]) -> ContiguousStore:
-    store = ContiguousStore(TINY.format, model.codec)
-    hidden = model.forward(torch.tensor(prompt), torch.arange(len(prompt)), store)
-    model.mtp_rows(torch.tensor(prompt[1:]), hidden[:-1], torch.arange(len(prompt) - 1), store)
-    return store
-
-
-def assert_rows(shard: ShardStore, plain: ContiguousStore, positions: torch.Tensor) -> None:
-    for layer in range(TINY.layers + 1):
-        here = positions[positions < PROMPT - 1] if layer == TINY.mtp_layer else positions
-        assert torch.equal(shard.latent_rows(layer, here), plain.latent_rows(layer, here)), f"layer {layer}"
-        if layer in TINY.format.leaders:
-            tokens = PROMPT - 1 if layer == TINY.mtp_layer else PROMPT
-            for mine, whole in zip(shard.index_keys(layer, tokens), plain.index_keys(layer, tokens), strict=True):
-                assert torch.equal(mine, whole[here])
+    check_all_ranks(size, lambda ranks: decode_shards(ranks, shards[ranks.rank], expected[:1]), expected)
 
 
 def test_the_workspace_is_one_lease_at_a_time() -> None:
-    space = Workspace(torch.zeros(10 * TOKEN_BYTES, dtype=torch.uint8))
-    with pytest.raises(PoolExhausted, match="11 tokens"):
+    space = Workspace(torch.zeros(20 * TOKEN_BYTES, dtype=torch.uint8))
+    with pytest.raises(PoolExhausted, match="11 rows"):
         space.lease(11)
-    copy = space.lease(10)
-    assert copy.latent.shape == (10, 656)
-    assert copy.index.shape == (10, 132)
+    for copy in space.lease(10):
+        assert copy.latent.shape == (10, 656)
+        assert copy.index.shape == (10, 132)
+        copy.latent.fill_(1)
+        copy.index.fill_(2)
+    assert space._memory.bincount().tolist() == [0, 2 * 10 * 656, 2 * 10 * 132], "they share no byte"
     with pytest.raises(InvariantViolation, match="has not ended"):
         space.lease(1)
     space.end()
     space.lease(1)
 
 
+class Noting:
+    """A group of one rank that notes gathers into its workspace, which land only when they are waited for."""
+
+    rank, size = 0, 1
+
+    def __init__(self, geometry: ShardGeometry) -> None:
+        self.space = poisoned_workspace(geometry)
+        self.notes: list[str] = []
+        self.under_way = 0
+
+    def start_gather(self, tensor: torch.Tensor, received: torch.Tensor) -> Gather:
+        memory = self.space._memory
+        if not memory.data_ptr() <= received.data_ptr() < memory.data_ptr() + len(memory):
+            received[0] = tensor
+            return Landed([received[0]])
+        self.notes.append("ask")
+        self.under_way += 1
+        received.fill_(0xEE)  # whoever reads too early reads this
+        return Late(self, tensor.clone(), received)
+
+
+@dataclass
+class Landed:
+    tensors: list[torch.Tensor]
+
+    def wait(self) -> list[torch.Tensor]:
+        return self.tensors
+
+
+@dataclass
+class Late:
+    ranks: Noting
+    sent: torch.Tensor
+    received: torch.Tensor
+
+    def wait(self) -> list[torch.Tensor]:
+        self.ranks.notes.append("wait")
+        self.ranks.under_way -= 1
+        self.received[0] = self.sent
+        return [self.received[0]]
+
+
+def test_the_next_layers_shards_travel_while_this_layer_is_computed(
+    model: Glm, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry = ShardGeometry(1, ROWS, 1)
+    shard, ranks = shard_of(0, geometry), Noting(geometry)
+    store = GatheredStore(shard, ranks, ranks.space, MAIN_LAYERS)
+    attend = model.attend
+    monkeypatch.setattr(model, "attend", lambda *a: (ranks.notes.append("attend"), attend(*a))[1])
+    for a, b in itertools.pairwise(CUTS):
+        ranks.notes.clear()
+        prefill_over_shards(model, store, ranks, prompt[a:b], a, prompt[a + 1 : b + 1])
+        asks = {layer: ["ask"] * (1 + (layer in TINY.format.leaders)) for layer in MAIN_LAYERS}
+        expected = list(asks[0])
+        for layer in MAIN_LAYERS:
+            expected += ["wait"] * len(asks[layer]) + asks.get(layer + 1, []) + ["attend"]
+        assert ranks.notes == expected
+    assert_rows(shard, plain_rows(model, prompt), torch.arange(PROMPT))
+
+
+def test_a_step_that_fails_gives_the_workspace_back_once_nothing_lands_in_it_any_more(
+    model: Glm, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry = ShardGeometry(1, ROWS, 1)
+    ranks = Noting(geometry)
+    store = GatheredStore(shard_of(0, geometry), ranks, ranks.space, MAIN_LAYERS)
+
+    def fail(*_: object) -> torch.Tensor:
+        assert ranks.under_way > 0
+        assert ranks.space.held
+        raise PeerUnreachable("layer 2")
+
+    monkeypatch.setattr(model, "attend", fail)
+    with pytest.raises(PeerUnreachable, match="layer 2"):
+        prefill_over_shards(model, store, ranks, prompt[:50], 0, prompt[1:51])
+    assert ranks.under_way == 0
+    assert not ranks.space.held
+
+
 @pytest.mark.parametrize("tokens", [1, TINY.index_topk - 5, TINY.index_topk, TINY.index_topk + 1])
 def test_short_prompts_through_heads_or_latents(model: Glm, tokens: int) -> None:
     """`sparse_mla_force_mqa` on and off: prompts about as long as the top-k, decoded past it."""
-    dense = Glm(TINY, WEIGHTS, torch.float64, Fp8Codec(), ShortPrompts.MHA)
+    dense = Glm(TINY, weights(), torch.float64, Fp8Codec(), ShortPrompts.MHA)
     prompt = np.random.default_rng(8).integers(0, TINY.vocab, tokens).tolist()
     assert ReferenceRun(dense).turn(prompt, OUTPUT) == ReferenceRun(model).turn(prompt, OUTPUT)
     stores = [ContiguousStore(TINY.format, model.codec) for _ in range(2)]
@@ -270,7 +314,7 @@ def test_short_prompts_through_heads_or_latents(model: Glm, tokens: int) -> None
 
 
 def test_the_two_paths_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = Glm(TINY, WEIGHTS, torch.float64, Fp8Codec(), ShortPrompts.MHA)
+    dense = Glm(TINY, weights(), torch.float64, Fp8Codec(), ShortPrompts.MHA)
     calls: list[int] = []
     taken = dense._attention._attend_dense
     monkeypatch.setattr(dense._attention, "_attend_dense", lambda *a: (calls.append(len(a[1])), taken(*a))[1])

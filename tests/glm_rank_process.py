@@ -1,0 +1,113 @@
+"""Ranks as processes: `python -m tests.glm_rank_process` reads a group a line, and forks its ranks.
+
+A line is JSON: `meeting` (a path), `size`, `interleave`, `timeout_s`, `absent` (ranks that never come), and `dying`
+(rank: [signal, read]): such a rank sends itself that signal before the given read of latent rows, in the middle of a
+step. The ranks compute the prompt over shards, then the answer where they lie. The reply is a line with what each said,
+or the signal that ended it; those that are still there when the others have ended are killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvmanager.clients.glm.shard_store import ShardStore
+from kvmanager.clients.glm.torch_ranks import join_ranks
+from kvmanager.errors import KVError
+from kvmanager.geometry import ShardGeometry
+from tests.glm_ranks import (
+    PROMPT,
+    ROWS,
+    assert_rows,
+    decode_shards,
+    plain_model,
+    plain_rows,
+    poisoned_workspace,
+    prefill_shards,
+    shard_of,
+    the_prompt,
+)
+
+
+class Dying:
+    """A shard whose rank gets a signal at one of its reads."""
+
+    def __init__(self, shard: ShardStore, signal_number: int, read: int) -> None:
+        self._shard = shard
+        self._signal = signal_number
+        self._left = read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shard, name)
+
+    def latent_rows(self, layer: int, selection: Tensor) -> Tensor:
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), self._signal)
+        return self._shard.latent_rows(layer, selection)
+
+
+def rank_work(rank: int, group: dict[str, Any]) -> dict[str, object]:
+    geometry = ShardGeometry(group["size"], ROWS, group["interleave"])
+    shard, space = shard_of(rank, geometry), poisoned_workspace(geometry)
+    dying = group["dying"].get(str(rank))
+    used: Any = Dying(shard, *dying) if dying else shard
+    said: dict[str, object] = {}
+    try:
+        with join_ranks(Path(group["meeting"]), rank, group["size"], timeout_s=group["timeout_s"]) as ranks:
+            first = prefill_shards(plain_model(), ranks, used, space)
+            assert_rows(shard, plain_rows(plain_model(), the_prompt()), shard.own_positions(PROMPT))
+            said["tokens"] = decode_shards(ranks, used, first)
+    except KVError as error:
+        said["error"] = type(error).__name__
+        said["message"] = str(error)
+    return {**said, "leases": space.leases, "held": space.held}
+
+
+def fork_rank(rank: int, group: dict[str, Any]) -> tuple[int, int]:
+    """(pid, end of a pipe that it writes what it says to)."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writes)
+        return pid, reads
+    code = 1
+    try:
+        os.close(reads)
+        os.write(writes, json.dumps(rank_work(rank, group)).encode())
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
+def run_group(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank said; `signal` where one ended it, `lives` where it had to be killed here."""
+    present = [rank for rank in range(group["size"]) if rank not in group["absent"]]
+    ranks = {rank: fork_rank(rank, group) for rank in present}
+    said: list[dict[str, Any]] = [{} for _ in range(group["size"])]
+    for rank in sorted(present, key=lambda rank: str(rank) in group["dying"]):
+        pid, reads = ranks[rank]
+        if str(rank) in group["dying"]:
+            said[rank]["lives"] = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+            os.kill(pid, signal.SIGKILL)
+        with os.fdopen(reads, "rb") as pipe:
+            said[rank] |= json.loads(pipe.read() or b"{}")
+        _, status = os.waitpid(pid, 0)
+        said[rank]["signal"] = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    return said
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    plain_model()
+    for line in sys.stdin:
+        print(json.dumps(run_group(json.loads(line))), flush=True)
