@@ -20,7 +20,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 NUMPY := $(shell sed -n 's/^\(numpy==[^ ]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long test-vllm sim chaos check bench protos dist gpu-test gpu-bench clean
+.PHONY: help venv demo test test-long test-vllm sim chaos check bench protos docs dist gpu-test gpu-bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1#\2/p' $(MAKEFILE_LIST) | awk -F'#' '{printf "%-18s %s\n", $$1, $$2}'
@@ -67,6 +67,9 @@ bench: $(STAMP) ## one line a figure; the same as JSON in build/bench.json
 protos: $(STAMP) ## regenerate the code in protos/ from kvmanager.proto
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --grpc_python_out=protos --mypy_out=protos protos/kvmanager.proto
 	sed -i 's/^import kvmanager_pb2 as/from kvmanager.protos import kvmanager_pb2 as/' protos/kvmanager_pb2_grpc.py
+
+docs: $(STAMP) ## regenerate docs/api.md from kvmanager.proto
+	$(BIN)/python -m tests.apidoc > docs/api.md
 
 # What setuptools copied for an earlier wheel (build/lib) would be packed again, also files that are gone since.
 dist: $(STAMP) ## a wheel and a source archive in build/dist
