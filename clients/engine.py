@@ -116,12 +116,14 @@ class EngineClient:
         layout_fingerprints: Sequence[str],
         ranks: int,
         renew: Callable[[], int] | None = None,
+        noticed: Callable[[], None] = lambda: None,
     ) -> None:
         """Registers, which ends an older epoch of the same name. Raises the daemon's typed error.
 
         `renew` attaches once more after the daemon was replaced, and gives its boot id: then the session goes on with
         the same epoch, numbers and pages. It raises NotReady while there is no daemon, StaleBoot when it is a new one
-        that knows nothing of us. Without it a session ends with its daemon.
+        that knows nothing of us. Without it a session ends with its daemon. `noticed` is called by the reader thread
+        when a notice about a request has come; it must not wait.
         """
         self._engine_stub = pb_grpc.EngineStub(channel)
         self._peer_stub = pb_grpc.PeerStub(channel)
@@ -143,6 +145,8 @@ class EngineClient:
         self.epoch: int = reply.epoch
         self.limits: pb.Limits = reply.limits
         self._renew = renew
+        self._noticed = noticed
+        self._unanswered: pb.StepRequest | None = None
         self._last: pb.StepRequest | None = None
         self._number = 0
         self.hot_rows: tuple[int, int] | None = None
@@ -174,6 +178,9 @@ class EngineClient:
         the daemon's typed error when it refused the message, LimitExceeded for one that is too large,
         NotReady after `timeout_s`, Suspect when the stream ended and could not be taken up again.
         """
+        if self._unanswered is not None:
+            # The daemon may have counted it or not; what it said to it then, nobody waits for any more.
+            self._exchange(self._unanswered, timeout_s)
         with self._changed:
             seen = self._inbox.notices_seen
         message = pb.StepRequest(
@@ -215,7 +222,8 @@ class EngineClient:
     def _exchange(self, message: pb.StepRequest, timeout_s: float) -> pb.StepReply:
         """Sends, waits, and sends again on a new stream when one broke: once, or until the deadline if we can renew."""
         deadline = time.monotonic() + timeout_s
-        self._last = message
+        self._last = self._unanswered = message
+        message.boot_id = self.boot_id
         broken = self._send(message, deadline)
         if broken is not None and _is_connection_lost(broken.error) and self._renew is None:
             broken = self._send(message, deadline)
@@ -226,7 +234,9 @@ class EngineClient:
         if broken is not None:
             if broken.error is not None and not _is_connection_lost(broken.error):
                 self._number -= 1  # refused as a whole: the daemon did not count it
+                self._unanswered = None
             raise self._end_of(broken)
+        self._unanswered = None
         with self._changed:
             return self._inbox.replies.pop(message.number)
 
@@ -387,6 +397,8 @@ class EngineClient:
             if reply.number:
                 self._inbox.replies[reply.number] = reply
             self._changed.notify_all()
+        if reply.notices:
+            self._noticed()
 
     def _note(self, notice: pb.Notice) -> None:
         what = notice.WhichOneof("what")

@@ -59,7 +59,7 @@ class LeaseCalls:
             lease_ttl_ns=lease_ttl_ns,
         )  # fmt: skip
         reply = self._call(self._stub.Acquire, request)
-        return Lease(reply.tokens, _pages(reply.spans))
+        return Lease(reply.tokens, lease_pages(reply.spans))
 
     def done(self, lease_id: int, fence: pb.Fence | None = None, failed_pages: Sequence[int] = ()) -> None:
         """The copies out of the pages have ended, or will have with the fence. Raises UnknownLease."""
@@ -75,7 +75,7 @@ class LeaseCalls:
             keys=keys, lease_ttl_ns=lease_ttl_ns, request_id=lease_id, session=pb.SessionHint(session_id=session_id)
         )
         reply = self._store(reserve=reserve)
-        return Lease(reply.tokens, _pages(reply.spans))
+        return Lease(reply.tokens, lease_pages(reply.spans))
 
     def commit(self, lease_id: int, fence: pb.Fence, tokens: int = 0) -> None:
         """The lease's pages are filled once the fence has passed, up to that many tokens; 0: all of them.
@@ -108,8 +108,8 @@ def _typed(error: grpc.RpcError) -> bool:
     return any(key == ERROR_METADATA_KEY for key, _ in metadata or ())
 
 
-def _pages(spans: Sequence[pb.SpanRun]) -> list[int]:
-    """Page indexes of all spans, in token order."""
+def lease_pages(spans: Sequence[pb.SpanRun]) -> list[int]:
+    """Page indexes of all spans of a cache group, in token order."""
     pages: list[int] = []
     for run in spans:
         if len(run.pages) != 1:

@@ -20,13 +20,15 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvmanager.clients.vllm.blocks import EngineBlocks
 from kvmanager.clients.vllm.copying import Copying
+from kvmanager.clients.vllm.handover import params_of, ticket_of
 from kvmanager.clients.vllm.link import Link
 from kvmanager.clients.vllm.orders import Orders, Report
 from kvmanager.clients.vllm.scheduling import Scheduling
 from kvmanager.clients.vllm.settings import Settings, group_table, namespace_of, revision_of
 from kvmanager.clients.worker import connect_worker
-from kvmanager.errors import ConfigError
+from kvmanager.errors import ConfigError, InvalidArgument
 from kvmanager.layout import KVFormat, plain_format, plain_layout
+from kvmanager.protos import kvmanager_pb2 as pb
 
 F = TypeVar("F", bound=Callable[..., Any])
 IDLE_S: Final = 50e-6
@@ -75,7 +77,7 @@ def _nothing() -> None:
 
 
 class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """The node's cache as a tier below the engine's own blocks; loads are asynchronous."""
+    """The node's cache as a tier below the engine's own blocks, and hand-offs through it; loads are asynchronous."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -126,8 +128,12 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         """Looks the request up, ahead of being asked."""
         if self._scheduling is not None:
-            session = (request.kv_transfer_params or {}).get("session_id", "")
-            self._scheduling.arrived(request.request_id, request.block_hashes, str(session))
+            params = request.kv_transfer_params or {}
+            self._scheduling.arrived(
+                request.request_id, request.block_hashes, str(params.get("session_id", "")),
+                export_tokens=request.num_prompt_tokens if params.get("do_remote_decode") else 0,
+                ticket=_ticket(request),
+            )  # fmt: skip
 
     @_harmless(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -164,8 +170,9 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Whether the request's blocks are still needed for a save."""
         if self._scheduling is None:
             return False, None
-        reason = request.get_finished_reason()
-        return self._scheduling.finished(request.request_id, str(reason) if reason is not None else ""), None
+        reason, ticket = request.get_finished_reason(), self._scheduling.ticket(request.request_id)
+        kept = self._scheduling.finished(request.request_id, str(reason) if reason is not None else "")
+        return kept, params_of(ticket, request) if ticket is not None else None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -248,6 +255,15 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._copying.close()
         if self._link is not None:
             self._link.close()
+
+
+def _ticket(request: Any) -> pb.Ticket | None:
+    """The ticket that a request brings; None for one that can't be used, and then it is computed."""
+    try:
+        return ticket_of(request.kv_transfer_params or {}, request)
+    except InvalidArgument as error:
+        _log.warning("request %s: %s", request.request_id, error)
+        return None
 
 
 def _described(kv_cache_config: Any) -> tuple[KVFormat, int]:

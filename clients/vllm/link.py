@@ -20,7 +20,8 @@ import grpc
 
 from kvmanager.clients.attach import Attachment, attach, grpc_channel
 from kvmanager.clients.engine import EngineClient
-from kvmanager.clients.leases import LeaseCalls
+from kvmanager.clients.leases import Lease
+from kvmanager.clients.vllm.calls import EngineCalls
 from kvmanager.clients.vllm.settings import Settings
 from kvmanager.errors import KVError, NotReady, StaleBoot, StaleEpoch, Suspect, UnknownLease
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -32,7 +33,7 @@ TURN_TIMEOUT_S: Final = 1.0
 REFUSED_RETRY_S: Final = 2.0
 MOST_WAITING: Final = 4096
 T = TypeVar("T")
-Call = Callable[[LeaseCalls], Any]
+Call = Callable[[EngineCalls], Any]
 _log = logging.getLogger("kvmanager.vllm")
 
 
@@ -49,7 +50,9 @@ class _Wanted:
 class _Connection:
     """One registration."""
 
-    def __init__(self, settings: Settings, namespace: pb.Namespace, fingerprint: str, ranks: int) -> None:
+    def __init__(
+        self, settings: Settings, namespace: pb.Namespace, fingerprint: str, ranks: int, noticed: Callable[[], None]
+    ) -> None:
         with contextlib.ExitStack() as undo:
             self.attachment: Attachment = attach(settings.runtime_dir, "engine", settings.engine)
             undo.callback(self.attachment.close)
@@ -58,9 +61,10 @@ class _Connection:
             self.client = EngineClient(
                 channel, engine=settings.engine, group=settings.group, namespace=namespace,
                 layout_fingerprints=[fingerprint], ranks=ranks, renew=self.attachment.renew,
+                noticed=noticed,
             )  # fmt: skip
             self.client.step()  # its stream tells the daemon that this epoch lives
-            self.calls = LeaseCalls(channel, self.client, settings.call_timeout_s)
+            self.calls = EngineCalls(channel, self.client, settings.call_timeout_s)
             self._undo = undo.pop_all()
 
     def look(self) -> None:
@@ -83,10 +87,14 @@ class Link:
         self, settings: Settings, namespace: pb.Namespace, fingerprint: str, ranks: int, config_hint: str = ""
     ) -> None:
         """`config_hint`: what the node's configuration should say, for people."""
-        self._connect: Callable[[], _Connection] = lambda: _Connection(settings, namespace, fingerprint, ranks)
+        self._connect: Callable[[], _Connection] = lambda: _Connection(
+            settings, namespace, fingerprint, ranks, self._poke
+        )
         self._hint = config_hint
         self._wanted: queue.SimpleQueue[_Wanted | None] = queue.SimpleQueue()
         self._again: deque[_Wanted] = deque()
+        self._pulls: dict[int, Future[Lease | None]] = {}
+        self._pulls_lock = threading.Lock()
         self._stopping = False
         self.epoch = 0
         """Of the registration; 0 before the first."""
@@ -95,13 +103,25 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="kvmanager-link", daemon=True)
         self._thread.start()
 
-    def ask(self, call: Callable[[LeaseCalls], T]) -> Future[T]:
+    def ask(self, call: Callable[[EngineCalls], T]) -> Future[T]:
         """Makes a call soon; fails with NotReady while the daemon is away."""
         return self._put(call, kept=False)
 
-    def tell(self, call: Callable[[LeaseCalls], T]) -> Future[T]:
+    def tell(self, call: Callable[[EngineCalls], T]) -> Future[T]:
         """Makes a call that ends something, again and again until it is heard; fails when its epoch is over."""
         return self._put(call, kept=True)
+
+    def landed(self, request_id: int) -> Future[Lease | None]:
+        """What a pull brings, once it is there; fails with why it does not come. Cancel it to ask no more."""
+        answer: Future[Lease | None] = Future()
+        with self._pulls_lock:
+            self._pulls[request_id] = answer
+        self._poke()
+        return answer
+
+    def _poke(self) -> None:
+        """Has the thread look at pulls."""
+        self._wanted.put(None)
 
     def turn_ended(self, session_id: str, stop_reason: str) -> None:
         """A session's turn is over."""
@@ -112,7 +132,7 @@ class Link:
         assert self._connection is not None
         self._connection.client.step(turn_ends=[end], timeout_s=TURN_TIMEOUT_S)
 
-    def _put(self, call: Callable[[LeaseCalls], T], *, kept: bool) -> Future[T]:
+    def _put(self, call: Callable[[EngineCalls], T], *, kept: bool) -> Future[T]:
         answer: Future[T] = Future()
         if (not self.up and not kept) or self._wanted.qsize() > MOST_WAITING or not self.epoch:
             answer.set_exception(NotReady("the daemon is away"))
@@ -157,9 +177,33 @@ class Link:
                 wanted = self._wanted.get(timeout=LOOK_S)
             except queue.Empty:
                 self._connection.look()
+                self._look_at_pulls()
                 continue
             if wanted is not None:
                 self._make(wanted)
+            else:
+                self._look_at_pulls()
+
+    def _look_at_pulls(self) -> None:
+        assert self._connection is not None
+        with self._pulls_lock:
+            self._pulls = {request: answer for request, answer in self._pulls.items() if not answer.cancelled()}
+            waiting = list(self._pulls.items())
+        for request_id, answer in waiting:
+            lease, failure = None, None
+            try:
+                lease = self._connection.calls.landed(request_id)
+            except KVError as error:
+                failure = error
+            if lease is None and failure is None:
+                continue
+            with self._pulls_lock:
+                del self._pulls[request_id]
+            if answer.set_running_or_notify_cancel():
+                if failure is not None:
+                    answer.set_exception(failure)
+                else:
+                    answer.set_result(lease)
 
     def _make(self, wanted: _Wanted) -> None:
         """Makes one call. Raises when the daemon is away or does not know us; the call is then told, or kept."""
@@ -214,6 +258,11 @@ class Link:
         if self._connection is not None:
             self._connection.close()
         self._connection = None
+        with self._pulls_lock:
+            pulls, self._pulls = self._pulls, {}
+        for pull in pulls.values():
+            if pull.set_running_or_notify_cancel():
+                pull.set_exception(StaleEpoch("the daemon started anew"))
         for wanted in self._again:
             wanted.answer.set_exception(StaleEpoch("the daemon started anew"))
         self._again.clear()

@@ -3,23 +3,28 @@
 A request is looked up when it comes; a lease is taken when its blocks are allocated, and the load goes to the workers
 in a later step. What is computed is saved through reservations, one at a time a request: pages are asked for as soon as
 blocks are, and each block is copied in the step that completes it, or in the next one where its page came too late.
+
+A prompt that another engine shall go on with gets all its pages, and a ticket on them, before it is scheduled; one that
+another engine has computed is scheduled when it has landed in the node's cache.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
-from kvmanager.clients.leases import Lease, LeaseCalls
+from kvmanager.clients.leases import Lease
+from kvmanager.clients.vllm.calls import Exported
+from kvmanager.clients.vllm.handover import covered
+from kvmanager.clients.vllm.holdings import Export, Held, Line, Load, Pull, Store, result_or
 from kvmanager.clients.vllm.orders import Ended, LoadOrder, Orders, Report, SaveOrder
 from kvmanager.errors import CapacityError
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import pack_u64
 
-T = TypeVar("T")
 STORE_BLOCKS: Final = 128
 """Most blocks of one reservation."""
 LOOKUP_S: Final = 1.0
@@ -28,78 +33,9 @@ FRESH_S: Final = 1.0
 """How long a lookup's answer is believed while its request waits."""
 PAUSE_S: Final = 0.5
 """After a reservation that was refused."""
-
-
-class Line(Protocol):
-    """The daemon, as `Link` gives it."""
-
-    epoch: int
-    up: bool
-
-    def ask(self, call: Callable[[LeaseCalls], object]) -> Future[object]:
-        """Soon, or fails."""
-        ...
-
-    def tell(self, call: Callable[[LeaseCalls], object]) -> Future[object]:
-        """Until it is heard."""
-        ...
-
-    def turn_ended(self, session_id: str, stop_reason: str) -> None:
-        """A session's turn is over."""
-        ...
-
-
-@dataclass
-class _Load:
-    """blocks [first, first + len(block_ids)) of a request, asked for as lease `lease_id`."""
-
-    lease_id: int
-    first: int
-    block_ids: list[int]
-    asked: Future[object]
-    epoch: int
-
-
-@dataclass
-class _Store:
-    """A reservation. first: block of the first page. ordered, copied: leading pages that were, and are, filled."""
-
-    lease_id: int
-    asked: Future[object]
-    epoch: int
-    first: int = 0
-    pages: list[int] = field(default_factory=list)
-    granted: bool = False
-    ordered: int = 0
-    copied: int = 0
-    failed: bool = False
-
-
-@dataclass
-class _Held:
-    """A request. keys: one a full block of its tokens, growing.
-
-    known: cached tokens as looked up. final: leading blocks whose KV is complete after the step that is being built, in
-    `blocks`. saved: leading blocks that the cache has or had. finished_s: when it ended, 0 before.
-    barred: a load of it failed. It still holds the blocks of that load, so it is computed and offered no other.
-    """
-
-    keys: Sequence[bytes]
-    session_id: str
-    lookup: Future[object] | None = None
-    asked_s: float = 0.0
-    known: int | None = None
-    local: int = 0
-    load: _Load | None = None
-    store: _Store | None = None
-    pause_until: float = 0.0
-    blocks: list[int] = field(default_factory=list)
-    final: int = 0
-    saved: int = 0
-    finished_s: float = 0.0
-    barred: bool = False
-    delayed: bool = False
-    stop_reason: str = ""
+ANSWER_S: Final = 5.0
+"""How long a request waits for its ticket, for the ranks to be attached, or for a daemon that is away as it pulls."""
+_log = logging.getLogger("kvmanager.vllm")
 
 
 class Scheduling:
@@ -110,8 +46,8 @@ class Scheduling:
         self._tokens = block_tokens
         self._ranks = ranks
         self._hold_s = hold_s
-        self._held: dict[str, _Held] = {}
-        self._leases: dict[int, tuple[str, str]] = {}  # lease id -> ("load" | "store", request id)
+        self._held: dict[str, Held] = {}
+        self._leases: dict[int, tuple[str, str]] = {}  # lease id -> ("load" | "store" | "pull", request id)
         self._reports: dict[int, dict[int, Ended]] = {}  # lease id -> rank -> what it said
         self._attached: dict[int, int] = {}  # rank -> attach id under the line's epoch
         self._values: dict[int, int] = {}  # rank -> timeline value that it reported last
@@ -120,20 +56,40 @@ class Scheduling:
 
     # ------------------------------------------------------------------------------- lookups
 
-    def arrived(self, request_id: str, keys: Sequence[bytes], session_id: str = "") -> None:
-        """A request came; it is looked up ahead of being asked about."""
-        held = self._held[request_id] = _Held(keys, session_id)
-        self._look_up(held)
+    def arrived(
+        self, request_id: str, keys: Sequence[bytes], session_id: str = "", *,
+        export_tokens: int = 0, ticket: pb.Ticket | None = None,
+    ) -> None:  # fmt: skip
+        """A request came; it is looked up ahead of being asked about.
+
+        export_tokens: of its prompt, if another engine shall go on with it. ticket: on what another has computed of it.
+        """
+        held = self._held[request_id] = Held(keys, session_id, asked_s=time.monotonic())
+        if ticket is not None:
+            held.pull = Pull(ticket, covered(ticket), held.asked_s)
+        elif export_tokens:
+            held.export_tokens = export_tokens
+        else:
+            self._look_up(held)
 
     def matched(self, request_id: str, tokens: int, computed: int) -> int | None:
         """Tokens that can be loaded behind the first `computed`; None: ask again. `tokens`: of the request."""
         held = self._held.get(request_id)
         if held is None or held.load is not None or held.barred:
             return 0
+        if self._exporting(held) or self._pulling(held):
+            return None
+        if held.pull is not None:
+            held.local = computed
+            held.saved = max(held.saved, held.pull.tokens // self._tokens)
+            more = min(held.pull.tokens, tokens) - computed
+            if more <= 0:
+                self._end_pull(held, pb.FINISHED)
+            return max(more, 0)
         now = time.monotonic()
         if held.lookup is not None:
             if held.lookup.done():
-                held.known = _result(held.lookup, 0)
+                held.known = result_or(held.lookup, 0)
                 held.lookup = None
             elif now - held.asked_s > LOOKUP_S:
                 held.lookup, held.known = None, 0
@@ -148,7 +104,7 @@ class Scheduling:
         held.saved = max(held.saved, held.known // self._tokens)
         return max(min(held.known, tokens) // self._tokens * self._tokens - computed, 0)
 
-    def _look_up(self, held: _Held) -> None:
+    def _look_up(self, held: Held) -> None:
         held.asked_s = time.monotonic()
         if not self._line.up or not held.keys:
             held.known = 0
@@ -164,17 +120,120 @@ class Scheduling:
         held.blocks = list(block_ids)
         if external_tokens == 0:
             return
-        first, count = held.local // self._tokens, external_tokens // self._tokens
+        first, count = held.local // self._tokens, -(-external_tokens // self._tokens)
+        held.known = None  # looked up anew when it is asked about again
+        if held.pull is not None:
+            self._load_pulled(held, held.pull, block_ids[first : first + count])
+            return
         lease_id = self._new_lease("load", request_id)
         keys = b"".join(held.keys[: first + count])
         asked = self._line.ask(lambda calls: calls.acquire(lease_id, keys))
-        held.load = _Load(lease_id, first, list(block_ids[first : first + count]), asked, self._line.epoch)
-        held.known = None  # looked up anew when it is asked about again
+        held.load = Load(lease_id, first, list(block_ids[first : first + count]), asked, self._line.epoch)
 
     def _new_lease(self, kind: str, request_id: str) -> int:
         self._next_lease += 1
         self._leases[self._next_lease] = (kind, request_id)
         return self._next_lease
+
+    # ----------------------------------------------------------------------------- hand-offs
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be opened: the daemon is there, and all ranks are attached."""
+        return self._line.up and self._epoch == self._line.epoch and len(self._attached) == self._ranks
+
+    def _begin_handover(self, request_id: str, held: Held) -> None:
+        """Opens what an export or a pull needs, once it can be."""
+        if not self.ready or held.finished_s:
+            return
+        fence, session = self._fence(), held.session_id
+        if held.export_tokens:
+            lease_id, tokens, held.export_tokens = self._new_lease("store", request_id), held.export_tokens, 0
+            keys = b"".join(held.keys[: tokens // self._tokens])
+            asked = self._line.ask(lambda calls: calls.export(lease_id, keys, tokens, fence, session))
+            held.export = Export(lease_id, asked, self._line.epoch, tokens=tokens)
+        elif held.pull is not None and held.pull.asked is None:
+            pull = held.pull
+            pull.request_id = self._new_lease("pull", request_id)
+            keys = b"".join(held.keys[: pull.tokens // self._tokens])
+            pull.asked = self._line.ask(
+                lambda calls: calls.pull(pull.request_id, keys, pull.tokens, fence, session, pull.ticket)
+            )
+
+    def _exporting(self, held: Held) -> bool:
+        """Whether the request still waits for its ticket; without one it is prefilled for nobody but this engine."""
+        late = not self._line.up or time.monotonic() - held.asked_s > ANSWER_S
+        export = held.export
+        if export is None:
+            if late:
+                held.export_tokens = 0
+            return bool(held.export_tokens)
+        if export.granted:
+            return False
+        if not export.asked.done() and not late:
+            return True
+        try:
+            exported = export.asked.result(timeout=0)
+        except Exception as error:
+            _log.warning("a prompt is not exported: %s", error or "no answer in time")
+            self._give_up_export(held, export)
+            return False
+        assert isinstance(exported, Exported)
+        lease, export.ticket = exported.lease, exported.ticket
+        export.granted, export.renewed_s = True, time.monotonic()
+        export.first = lease.tokens // self._tokens
+        export.pages = lease.pages[export.first :]
+        held.store, held.known, held.asked_s = export, lease.tokens, export.renewed_s
+        return False
+
+    def _give_up_export(self, held: Held, export: Export) -> None:
+        self._end_store(export)
+        held.export = None
+
+    def _pulling(self, held: Held) -> bool:
+        """Whether the request still waits for bytes of another node; where they don't come it is computed here."""
+        pull = held.pull
+        if pull is None or pull.lease is not None:
+            return False
+        now = time.monotonic()
+        if pull.asked is not None and self._line.up:
+            pull.begun_s = now
+        try:
+            if pull.look(self._line) and now - pull.begun_s <= ANSWER_S:
+                return True
+        except Exception as error:
+            _log.warning("a hand-off failed, the prompt is computed: %s", error)
+        if pull.lease is None:
+            self._end_pull(held, pb.ABORTED)
+        return False
+
+    def _end_pull(self, held: Held, reason: pb.CloseReason.ValueType) -> None:
+        """Gives it up, or back what it brought; no copy of it is under way."""
+        pull, held.pull = held.pull, None
+        assert pull is not None
+        if pull.asked is not None:
+            if pull.landing is not None:
+                pull.landing.cancel()
+            self._leases.pop(pull.request_id, None)
+            self._close(pull.request_id, reason)
+
+    def _close(self, request_id: int, reason: pb.CloseReason.ValueType) -> None:
+        fence = self._fence()
+        self._line.tell(lambda calls: calls.close(request_id, fence, reason))
+
+    def _load_pulled(self, held: Held, pull: Pull, block_ids: Sequence[int]) -> None:
+        there: Future[object] = Future()
+        there.set_result(pull.lease)
+        held.load = Load(pull.request_id, held.local // self._tokens, list(block_ids), there, self._line.epoch)
+        held.pull = None
+
+    def ticket(self, request_id: str) -> pb.Ticket | None:
+        """On a request's prompt, if it was asked for and all of it is computed; ask before `finished`."""
+        held = self._held.get(request_id)
+        export = held.export if held is not None else None
+        if held is None or export is None or not export.granted or export.failed:
+            return None
+        return export.ticket if export.done or held.end >= export.tokens else None
 
     # --------------------------------------------------------------------------------- steps
 
@@ -183,14 +242,18 @@ class Scheduling:
         self._notice_epoch()
         for request_id in preempted:
             if request_id in self._held:
-                self._held[request_id].final, self._held[request_id].blocks = 0, []
+                gone = self._held[request_id]
+                gone.end, gone.final, gone.blocks = 0, 0, []
         for request_id, (end, block_ids) in scheduled.items():
-            held = self._held.get(request_id)
-            if held is not None:
-                held.blocks = list(block_ids)
-                held.final = min(end // self._tokens, len(held.keys), len(held.blocks))
+            running = self._held.get(request_id)
+            if running is not None:
+                running.end, running.blocks = end, list(block_ids)
+                running.final = min(end // self._tokens, len(running.keys), len(running.blocks))
         orders = Orders(self._epoch)
         for request_id, held in list(self._held.items()):
+            self._begin_handover(request_id, held)
+            if held.export is not None and not held.finished_s:
+                held.export.renew(self._line)
             if held.load is not None and held.load.asked.done():
                 self._order_load(request_id, held, held.load, orders)
             self._order_saves(request_id, held, orders)
@@ -207,10 +270,11 @@ class Scheduling:
         self._values.clear()
         for held in self._held.values():
             held.store, held.saved, held.known = None, 0, None
+            held.export, held.pull = None, None
 
-    def _order_load(self, request_id: str, held: _Held, load: _Load, orders: Orders) -> None:
+    def _order_load(self, request_id: str, held: Held, load: Load, orders: Orders) -> None:
         """The answer to an acquire is there: what it covers is loaded, the rest is lost and computed."""
-        lease = _result(load.asked, Lease(0, []))
+        lease = result_or(load.asked, Lease(0, []))
         if load.epoch != self._epoch or held.finished_s:
             pages: list[int] = []
         else:
@@ -227,7 +291,7 @@ class Scheduling:
         orders.loads.append(order)
         held.load = None
 
-    def _order_saves(self, request_id: str, held: _Held, orders: Orders) -> None:
+    def _order_saves(self, request_id: str, held: Held, orders: Orders) -> None:
         store = held.store
         if store is None:
             self._reserve(request_id, held)
@@ -236,13 +300,13 @@ class Scheduling:
             self._granted(held, store)
         if held.store is None or not store.granted or store.failed:
             return
-        end = min(held.final - store.first, len(store.pages))
+        end = store.complete(held)
         if end > store.ordered:
             ids = held.blocks[store.first + store.ordered : store.first + end]
             orders.saves.append(SaveOrder(store.lease_id, store.pages[store.ordered : end], ids))
             store.ordered = end
 
-    def _reserve(self, request_id: str, held: _Held) -> None:
+    def _reserve(self, request_id: str, held: Held) -> None:
         """Asks for pages for what is not saved: of the prompt also ahead of its computation."""
         wanted = min(len(held.keys), held.saved + STORE_BLOCKS)
         if held.finished_s:
@@ -253,14 +317,14 @@ class Scheduling:
         lease_id = self._new_lease("store", request_id)
         keys, session = b"".join(held.keys[:wanted]), held.session_id
         asked = self._line.ask(lambda calls: calls.reserve(lease_id, keys, session))
-        held.store = _Store(lease_id, asked, self._line.epoch)
+        held.store = Store(lease_id, asked, self._line.epoch)
 
-    def _granted(self, held: _Held, store: _Store) -> None:
+    def _granted(self, held: Held, store: Store) -> None:
         try:
             lease = store.asked.result()
         except Exception as error:
             # Whether it was heard is not known: an abort of what is not there does no harm.
-            self._end_store(store, committed=0)
+            self._end_store(store)
             if isinstance(error, CapacityError):
                 held.saved = max(held.saved, held.final)  # there is no room for these: others come later
             held.store, held.pause_until = None, time.monotonic() + PAUSE_S
@@ -269,7 +333,7 @@ class Scheduling:
         store.granted, store.pages, store.first = True, lease.pages, lease.tokens // self._tokens
         if not lease.pages:
             held.saved = max(held.saved, store.first)
-            self._end_store(store, committed=0)
+            self._end_store(store)
             held.store = None
 
     # ------------------------------------------------------------------------------- reports
@@ -292,7 +356,7 @@ class Scheduling:
     def _ended(self, lease_id: int, said: dict[int, Ended]) -> None:
         kind, request_id = self._leases.get(lease_id, ("", ""))
         held = self._held.get(request_id)
-        if kind == "load":
+        if kind in ("load", "pull"):
             if held is not None and not all(ended.ok for ended in said.values()):
                 held.barred, held.saved = True, 0
             self._end_load(lease_id, said)
@@ -300,13 +364,14 @@ class Scheduling:
             store = held.store
             store.copied += next(iter(said.values())).copies
             store.failed |= not all(ended.ok for ended in said.values())
+            store.written(self._line, self._tokens, self._fence())
             if store.copied == store.ordered and (store.failed or store.copied == len(store.pages)):
                 self._finish_store(held, store)
 
-    def _finish_store(self, held: _Held, store: _Store) -> None:
+    def _finish_store(self, held: Held, store: Store) -> None:
         """Publishes what was copied."""
         written = 0 if store.failed else store.first + store.copied
-        self._end_store(store, committed=written * self._tokens if store.copied else 0)
+        self._end_store(store)
         held.saved = max(held.saved, written)
         held.store = None
         if store.failed:
@@ -320,22 +385,18 @@ class Scheduling:
         )
 
     def _end_load(self, lease_id: int, said: dict[int, Ended] | None) -> None:
-        self._leases.pop(lease_id, None)
+        kind, _ = self._leases.pop(lease_id, ("load", ""))
+        if kind == "pull":
+            self._close(lease_id, pb.FINISHED)
+            return
         fence = self._fence() if said else None
         failed = sorted({page for ended in said.values() for page in ended.failed_pages}) if said else []
         self._line.tell(lambda calls: calls.done(lease_id, fence, failed))
 
-    def _end_store(self, store: _Store, committed: int) -> None:
-        """`committed`: tokens; 0: nothing is published."""
+    def _end_store(self, store: Store) -> None:
+        """What was copied is published; copies that were ordered have been reported, so the fence covers them."""
         self._leases.pop(store.lease_id, None)
-        lease_id = store.lease_id
-        if committed:
-            written = self._fence()
-            self._line.tell(lambda calls: calls.commit(lease_id, written, committed))
-        else:
-            # Copies that were ordered have been reported, so the fence covers them.
-            fence = self._fence() if store.ordered else None
-            self._line.tell(lambda calls: calls.abort(lease_id, fence))
+        store.end(self._line, self._tokens, self._fence())
 
     # ----------------------------------------------------------------------------------- end
 
@@ -345,29 +406,31 @@ class Scheduling:
         if held is None:
             return False
         held.finished_s, held.stop_reason = time.monotonic(), stop_reason
+        if held.pull is not None:
+            self._end_pull(held, pb.ABORTED)
+        if held.export is not None and not held.export.granted:
+            self._give_up_export(held, held.export)
         held.delayed = held.load is None and bool(held.blocks) and self._unsaved(held)
         if not held.delayed:
             held.final = min(held.final, held.store.first + held.store.ordered if held.store else 0)
-            held.blocks = []
+            held.end, held.blocks = 0, []
         return held.delayed
 
-    def _unsaved(self, held: _Held) -> bool:
+    def _unsaved(self, held: Held) -> bool:
         """Whether some complete block has a page, or may get one soon."""
         if not self._line.up or len(self._attached) < self._ranks:
             return False
         store = held.store
         if store is not None and store.granted:
-            return min(held.final, store.first + len(store.pages)) > store.first + store.ordered or (
-                held.final > store.first + len(store.pages)
-            )
+            return store.complete(held) > store.ordered or held.final > store.first + len(store.pages)
         return held.final > held.saved
 
-    def _leave(self, request_id: str, held: _Held, orders: Orders) -> None:
+    def _leave(self, request_id: str, held: Held, orders: Orders) -> None:
         """A finished request goes once nothing of it is under way, or it took too long."""
         late = time.monotonic() - held.finished_s > self._hold_s
         store = held.store
         if store is not None and store.granted and store.copied == store.ordered:
-            wants_more = held.delayed and min(held.final - store.first, len(store.pages)) > store.ordered
+            wants_more = held.delayed and store.complete(held) > store.ordered
             if not wants_more or late:
                 self._finish_store(held, store)
         if held.delayed and (late or not self._unsaved(held)) and (held.store is None or not held.store.granted):
@@ -379,7 +442,7 @@ class Scheduling:
             held.delayed, held.blocks = False, []
         if not held.delayed and held.load is None and (held.store is None or (late and not held.store.ordered)):
             if held.store is not None:
-                self._end_store(held.store, committed=0)
+                self._end_store(held.store)
             del self._held[request_id]
             if held.session_id:
                 self._line.turn_ended(held.session_id, held.stop_reason)
@@ -387,8 +450,12 @@ class Scheduling:
     @property
     def waiting(self) -> bool:
         """Whether some request waits for the daemon or for a load."""
-        loads = any(kind == "load" for kind, _ in self._leases.values())
-        return loads or any(held.lookup is not None for held in self._held.values())
+        loads = any(kind != "store" for kind, _ in self._leases.values())
+        return loads or any(
+            held.lookup is not None or held.pull is not None or held.export_tokens or
+            (held.export is not None and not held.export.granted)
+            for held in self._held.values()
+        )
 
     @property
     def busy(self) -> bool:
@@ -396,12 +463,3 @@ class Scheduling:
         latest = time.monotonic() - 2 * self._hold_s
         return any(held.finished_s > latest for held in self._held.values() if held.finished_s)
 
-
-def _result(future: Future[object], failed: T) -> T:
-    """What it gave; `failed` where it raised."""
-    try:
-        value = future.result()
-    except Exception:
-        return failed
-    assert isinstance(value, type(failed))
-    return value

@@ -1,0 +1,89 @@
+"""What a vLLM engine asks of the daemon: leases, and for a hand-off between two engines requests of its session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+from kvmanager.clients.engine import EngineClient, RequestStep
+from kvmanager.clients.leases import CALL_TIMEOUT_S, Lease, LeaseCalls, lease_pages
+from kvmanager.errors import KVError, UnknownRequest
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
+from kvmanager.wire import error_from_proto
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Pages of a whole prompt, of which the first `lease.tokens` tokens are filled, and a ticket that grows with it."""
+
+    lease: Lease
+    ticket: pb.Ticket
+
+
+class EngineCalls(LeaseCalls):
+    """Of one registered engine; raises like `LeaseCalls`. Fences name all ranks and never go back."""
+
+    def __init__(self, channel: grpc.Channel, client: EngineClient, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        super().__init__(channel, client, timeout_s)
+        self._peer_stub = pb_grpc.PeerStub(channel)
+
+    def pull(
+        self, request_id: int, keys: bytes, tokens: int, fence: pb.Fence, session_id: str, ticket: pb.Ticket
+    ) -> Lease | None:
+        """Has the first `tokens` tokens fetched from another node; None: they are on their way, see `landed`."""
+        return self._open(request_id, keys, tokens, fence, session_id, ticket)
+
+    def landed(self, request_id: int) -> Lease | None:
+        """What a `pull` brought, None while it is on its way. Raises why it did not come."""
+        opened = self._client.take_ready(request_id)
+        return None if opened is None else _lease(opened)
+
+    def export(self, request_id: int, keys: bytes, tokens: int, fence: pb.Fence, session_id: str) -> Exported:
+        """Pages for a prompt of `tokens` tokens, and a ticket on it that another node may use at once."""
+        lease = self._open(request_id, keys, tokens, fence, session_id)
+        assert lease is not None, "nothing of a cache group lies on another tier"
+        try:
+            return Exported(lease, self._client.export(request_id, self._timeout_s, expected_tokens=tokens))
+        except KVError:
+            self.close(request_id, fence, pb.ABORTED)
+            raise
+
+    def renew(self, ticket_ids: list[str]) -> None:
+        """Extends the leases of tickets."""
+        self._call(self._peer_stub.Heartbeat, pb.HeartbeatRequest(ticket_ids=ticket_ids))
+
+    def write(self, request_id: int, tokens: int, capacity: int, fence: pb.Fence) -> None:
+        """The first `tokens` tokens of an export, of `capacity`, are written once the fence has passed."""
+        result = self._client.step(
+            fence=fence, requests=[RequestStep(request_id, capacity, tokens)], timeout_s=self._timeout_s
+        )
+        _check(result.errors.get(request_id))
+
+    def close(self, request_id: int, fence: pb.Fence, reason: pb.CloseReason.ValueType) -> None:
+        """Ends a pull or an export behind the fence; one that never began, or has ended, changes nothing."""
+        close = pb.CloseRequest(request_id=request_id, reason=reason)
+        _check(self._client.step(fence=fence, closes=[close], timeout_s=self._timeout_s).errors.get(request_id))
+
+    def _open(
+        self, request_id: int, keys: bytes, tokens: int, fence: pb.Fence, session_id: str,
+        ticket: pb.Ticket | None = None,
+    ) -> Lease | None:  # fmt: skip
+        wanted = pb.OpenRequest(
+            request_id=request_id, prompt_tokens=tokens, prompt_keys=keys, ticket=ticket,
+            session=pb.SessionHint(session_id=session_id),
+        )  # fmt: skip
+        opened = self._client.step(fence=fence, opens=[wanted], timeout_s=self._timeout_s).opened[request_id]
+        if opened.state == pb.OpenReply.REFUSED:
+            raise error_from_proto(opened.error)
+        return None if opened.state == pb.OpenReply.WAITING else _lease(opened)
+
+
+def _lease(opened: pb.OpenReply) -> Lease:
+    return Lease(opened.cached_tokens, lease_pages(opened.spans))
+
+
+def _check(error: KVError | None) -> None:
+    if error is not None and not isinstance(error, UnknownRequest):
+        raise error

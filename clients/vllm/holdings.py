@@ -1,0 +1,193 @@
+"""What the scheduler's side knows of each request of the engine, and of what it holds at the daemon for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from kvmanager.clients.leases import Lease
+from kvmanager.clients.vllm.calls import EngineCalls
+from kvmanager.protos import kvmanager_pb2 as pb
+
+T = TypeVar("T")
+
+
+class Line(Protocol):
+    """The daemon, as `Link` gives it."""
+
+    epoch: int
+    up: bool
+
+    def ask(self, call: Callable[[EngineCalls], object]) -> Future[object]:
+        """Soon, or fails."""
+        ...
+
+    def tell(self, call: Callable[[EngineCalls], object]) -> Future[object]:
+        """Until it is heard."""
+        ...
+
+    def landed(self, request_id: int) -> Future[Lease | None]:
+        """What a pull brings, once it is there; to be cancelled when nobody asks any more."""
+        ...
+
+    def turn_ended(self, session_id: str, stop_reason: str) -> None:
+        """A session's turn is over."""
+        ...
+
+
+@dataclass
+class Load:
+    """blocks [first, first + len(block_ids)) of a request, asked for as lease `lease_id`."""
+
+    lease_id: int
+    first: int
+    block_ids: list[int]
+    asked: Future[object]
+    epoch: int
+
+
+@dataclass
+class Store:
+    """A reservation. first: block of the first page. ordered, copied: leading pages that were, and are, filled."""
+
+    lease_id: int
+    asked: Future[object]
+    epoch: int
+    first: int = 0
+    pages: list[int] = field(default_factory=list)
+    granted: bool = False
+    ordered: int = 0
+    copied: int = 0
+    failed: bool = False
+
+    def complete(self, held: Held) -> int:
+        """Leading pages whose blocks are complete."""
+        return min(held.final - self.first, len(self.pages))
+
+    def written(self, line: Line, block_tokens: int, fence: pb.Fence) -> None:
+        """Some more pages are filled; a reservation tells of all at its end."""
+
+    def end(self, line: Line, block_tokens: int, fence: pb.Fence) -> None:
+        """Publishes what was copied; nothing where a copy failed."""
+        lease_id, tokens = self.lease_id, (self.first + self.copied) * block_tokens
+        if self.copied and not self.failed:
+            line.tell(lambda calls: calls.commit(lease_id, fence, tokens))
+        else:
+            covering = fence if self.ordered else None
+            line.tell(lambda calls: calls.abort(lease_id, covering))
+
+
+@dataclass
+class Export(Store):
+    """A whole prompt of `tokens` tokens on its way to another node, its last block perhaps not full.
+
+    ticket: there once it is granted. renewed_s: when its lease was extended last.
+    """
+
+    tokens: int = 0
+    ticket: pb.Ticket = field(default_factory=pb.Ticket)
+    renewed_s: float = 0.0
+
+    def complete(self, held: Held) -> int:
+        """Leading pages whose blocks are complete; the last when the prompt is."""
+        return len(self.pages) if held.end >= self.tokens else super().complete(held)
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it is filled."""
+        return self.granted and not self.failed and self.copied == len(self.pages)
+
+    def written(self, line: Line, block_tokens: int, fence: pb.Fence) -> None:
+        """Some more pages are filled: who pulls goes on."""
+        if self.failed:
+            return
+        request_id, capacity = self.lease_id, self.tokens
+        tokens = min((self.first + self.copied) * block_tokens, self.tokens)
+        line.tell(lambda calls: calls.write(request_id, tokens, capacity, fence))
+
+    def end(self, line: Line, block_tokens: int, fence: pb.Fence) -> None:
+        """No more pages come; where some are missing, who pulls is told."""
+        del block_tokens
+        request_id, reason = self.lease_id, pb.FINISHED if self.done else pb.ABORTED
+        line.tell(lambda calls: calls.close(request_id, fence, reason))
+
+    def renew(self, line: Line) -> None:
+        """Keeps the ticket alive while its prompt is computed, a few times a lease."""
+        now = time.monotonic()
+        if self.granted and now - self.renewed_s > self.ticket.lease_ttl_ns / 3e9:
+            self.renewed_s, ticket_id = now, self.ticket.ticket_id
+            line.ask(lambda calls: calls.renew([ticket_id]))
+
+
+@dataclass
+class Pull:
+    """The first `tokens` tokens of a request on their way from another node.
+
+    asked: for as request `request_id` of the session. landing: the answer when it is not there at once. lease: what has
+    landed.
+    """
+
+    ticket: pb.Ticket
+    tokens: int
+    begun_s: float
+    request_id: int = 0
+    asked: Future[object] | None = None
+    landing: Future[Lease | None] | None = None
+    lease: Lease | None = None
+
+    def look(self, line: Line) -> bool:
+        """Whether it is still on its way. Raises why it did not come."""
+        if self.landing is not None:
+            self.lease = self.landing.result() if self.landing.done() else None
+        elif self.asked is not None and self.asked.done():
+            answer = self.asked.result()
+            assert answer is None or isinstance(answer, Lease)
+            self.lease = answer
+            if answer is None:
+                self.landing = line.landed(self.request_id)
+        return self.lease is None
+
+
+@dataclass
+class Held:
+    """A request. keys: one a full block of its tokens, growing.
+
+    known: cached tokens as looked up. end: tokens that are computed after the step that is being built. final: leading
+    blocks that are complete then, in `blocks`. saved: leading blocks that the cache has or had. finished_s: when it
+    ended, 0 before. barred: a load of it failed. It still holds the blocks of that load, so it is computed and offered
+    no other. export_tokens: of a prompt that is to be handed over and is not asked for yet, 0: none.
+    """
+
+    keys: Sequence[bytes]
+    session_id: str
+    lookup: Future[object] | None = None
+    asked_s: float = 0.0
+    known: int | None = None
+    local: int = 0
+    load: Load | None = None
+    store: Store | None = None
+    export: Export | None = None
+    export_tokens: int = 0
+    pull: Pull | None = None
+    pause_until: float = 0.0
+    blocks: list[int] = field(default_factory=list)
+    end: int = 0
+    final: int = 0
+    saved: int = 0
+    finished_s: float = 0.0
+    barred: bool = False
+    delayed: bool = False
+    stop_reason: str = ""
+
+
+def result_or(future: Future[object], failed: T) -> T:
+    """What it gave; `failed` where it raised."""
+    try:
+        value = future.result()
+    except Exception:
+        return failed
+    assert isinstance(value, type(failed))
+    return value
