@@ -305,6 +305,18 @@ def test_silence_ends_with_a_typed_error(client: EngineClient, server: ScriptedS
     server.ended.set()
 
 
+def test_an_unanswered_step_is_sent_again_before_the_next(client: EngineClient, server: ScriptedServer) -> None:
+    """The daemon may have counted it: another message of its number, or one that skips it, would be refused."""
+    client.step()
+    server.script = lambda _: []
+    with pytest.raises(NotReady, match="step 2"):
+        client.step(requests=[RequestStep(1, 2, 1)], timeout_s=0.05)
+    server.script = lambda message: [pb.StepReply(number=message.number)]
+    client.step()
+    assert [message.number for message in server.seen] == [1, 2, 2, 3]
+    assert server.seen[1] == server.seen[2]
+
+
 def test_waiting_ends_with_the_stream(client: EngineClient, server: ScriptedServer) -> None:
     def script(message: pb.StepRequest) -> Iterator[pb.StepReply]:
         yield pb.StepReply(number=message.number)

@@ -47,18 +47,27 @@ def timed(name: str) -> None:
 
 def generate(llm: LLM, order: dict[str, Any]) -> dict[str, Any]:
     prompts = [{"prompt_token_ids": tokens} for tokens in order["prompts"]]
-    extra = {"kv_transfer_params": {"session_id": order["session"]}} if order.get("session") else None
-    params = SamplingParams(
-        temperature=0, max_tokens=order.get("tokens", 16), detokenize=False, ignore_eos=True, extra_args=extra
-    )
+    params = sampling(order)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "cached": [output.num_cached_tokens for output in outputs],
         "reasons": [output.outputs[0].finish_reason for output in outputs],
+        "transfer": [output.kv_transfer_params for output in outputs],
         "seconds": time.perf_counter() - start,
     }
+
+
+def sampling(order: dict[str, Any]) -> SamplingParams:
+    """Greedy. session, transfer: what goes into the request's kv_transfer_params."""
+    transfer = dict(order.get("transfer") or {})
+    if order.get("session"):
+        transfer["session_id"] = order["session"]
+    return SamplingParams(
+        temperature=0, max_tokens=order.get("tokens", 16), detokenize=False, ignore_eos=True,
+        extra_args={"kv_transfer_params": transfer} if transfer else None,
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -103,8 +112,7 @@ def break_loads() -> None:
 def abort_while_loading(llm: LLM, order: dict[str, Any]) -> dict[str, Any]:
     """Adds a request, steps a few times, aborts it; then all goes on."""
     engine = llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
-    engine.add_request("victim", {"prompt_token_ids": order["prompts"][0]}, params)
+    engine.add_request("victim", {"prompt_token_ids": order["prompts"][0]}, sampling(order))
     for _ in range(order["steps"]):
         engine.step()
     engine.abort_request(["victim"])

@@ -71,7 +71,8 @@ def reference(model: Path, prompts: list[list[int]], count: int) -> list[list[in
 
 
 def cache_toml(
-    runtime_dir: Path, *, name: str = "cache", format_: str = LLAMA_FORMAT, rows: int = BLOCK, pages: int = 512
+    runtime_dir: Path, *, name: str = "cache", format_: str = LLAMA_FORMAT, rows: int = BLOCK, pages: int = 512,
+    more: str = "",
 ) -> str:
     layers, heads, row = (int(n) for n in format_.rsplit("/", 1)[1].split("x"))
     return f"""
@@ -88,7 +89,7 @@ host_bytes_per_rank = {pages * layers * heads * row * rows}
 [mover]
 staging_bytes = "1 MiB"
 chunk_bytes = "1 MiB"
-"""
+{more}"""
 
 
 class Engine:
