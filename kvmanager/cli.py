@@ -26,6 +26,7 @@ from kvmanager.errors import KVError, NotReady
 from kvmanager.exitcodes import EXIT_CONFIG, EXIT_FAILED
 from kvmanager.hostfit import fit_here
 from kvmanager.planning.cli import plan
+from kvmanager.pressure import cli as pressurecli
 from kvmanager.runtime_dir import KEEPER_LOCK
 from kvmanager.sizing import size_of
 from kvmanager.units import format_bytes
@@ -259,6 +260,7 @@ def replay(
 
 operatecli.add_to(app, config_app)
 app.command()(plan)
+pressurecli.add_to(app)
 
 
 def main() -> None:
