@@ -1,4 +1,4 @@
-"""A prefill engine with 8 DCP ranks in one process: computes prompts and exports them."""
+"""A prefill engine whose PCP x DCP ranks are threads of one process: computes prompts and exports them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch
 
 from kvmanager.clients.attached_engine import AttachedEngine
 from kvmanager.clients.engine import RequestStep
-from kvmanager.clients.glm.dcp_store import DcpStore
 from kvmanager.clients.glm.model import Glm
-from kvmanager.clients.glm.pcp import prefill
+from kvmanager.clients.glm.shard_group import ShardGroup
 from kvmanager.clients.keys import KeyChain
 from kvmanager.clients.tables import Int64Array, decode_spans
 from kvmanager.errors import InvalidArgument, InvariantViolation
@@ -61,7 +60,7 @@ class PrefillEngine:
             runtime_dir, name, group=group, namespace=namespace, layouts=[layout], ranks=geometry.ranks
         )
         memories = [rank.classes[PAGE_CLASS].device for rank in self._engine.workers.ranks]
-        self._store = DcpStore(memories, layout, geometry)
+        self._ranks = ShardGroup(model, memories, layout, geometry)
         self._requests = 0
 
     def prefill(self, prompt: Int64Array, session: pb.SessionHint, told: Told) -> Prefilled:
@@ -79,7 +78,7 @@ class PrefillEngine:
                 session=session,
             )
         )
-        self._store.set_span_pages(self._span_pages(opened, length))
+        self._ranks.start(self._span_pages(opened, length), length)
         self._engine.workers.run_plans(opened.worker_plans)
         first_token = self._compute(request_id, prompt.tolist(), opened.cached_tokens, told)
         ticket = self._engine.client.export(request_id)
@@ -112,9 +111,7 @@ class PrefillEngine:
         first_token = 0
         for start in range(cached, length, CHUNK_TOKENS):
             end = min(start + CHUNK_TOKENS, length)
-            hidden = prefill(
-                self._model, self._store, tokens[start:end], start, tokens[start + 1 : end + 1], self._geometry.ranks
-            )
+            hidden = self._ranks.prefill(tokens[start:end], start, tokens[start + 1 : end + 1])
             if end == length:
                 first_token = self._finish(hidden, length - 1)
             self._engine.step([RequestStep(request_id, length, end)])
@@ -124,7 +121,7 @@ class PrefillEngine:
     def _finish(self, hidden: torch.Tensor, position: int) -> int:
         """The first token of the answer; the last position's MTP row depends on it, so it is written here."""
         (token,) = self._model.greedy(hidden.unsqueeze(0))
-        self._model.mtp_rows(torch.tensor([token]), hidden.unsqueeze(0), torch.tensor([position]), self._store)
+        self._ranks.write_mtp_row(token, hidden, position)
         return token
 
     def close(self) -> None:

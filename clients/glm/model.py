@@ -141,13 +141,16 @@ class Glm:
         )
         return torch.cat(parts, dim=-1) @ self._mtp.project.T
 
-    def mtp_rows(self, next_tokens: Tensor, post_norm: Tensor, positions: Tensor, store: KVStore) -> None:
-        """Writes the MTP layer's KV rows of `positions`; its output is not needed for that."""
-        if len(positions) == 0:
-            return
+    def mtp_layer_rows(self, next_tokens: Tensor, post_norm: Tensor, positions: Tensor) -> LayerRows:
+        """The MTP layer's KV rows of `positions`; its output is not needed for them."""
         hidden = self.mtp_input(next_tokens, post_norm, positions)
-        layer = self.config.mtp_layer
-        self.write_rows(layer, positions, self.layer_rows(layer, hidden, positions), store)
+        return self.layer_rows(self.config.mtp_layer, hidden, positions)
+
+    def mtp_rows(self, next_tokens: Tensor, post_norm: Tensor, positions: Tensor, store: KVStore) -> None:
+        """Writes the MTP layer's KV rows of `positions`."""
+        if len(positions):
+            rows = self.mtp_layer_rows(next_tokens, post_norm, positions)
+            self.write_rows(self.config.mtp_layer, positions, rows, store)
 
     def draft(self, store: KVStore, token: int, post_norm: Tensor, position: int, count: int) -> list[int]:
         """Proposes `count` tokens to follow `token`.

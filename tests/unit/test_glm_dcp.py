@@ -10,9 +10,10 @@ import torch
 
 from kvmanager.clients.glm.codec import Fp8Codec
 from kvmanager.clients.glm.config import TINY
-from kvmanager.clients.glm.dcp_store import DcpStore
 from kvmanager.clients.glm.model import Glm
-from kvmanager.clients.glm.pcp import pcp_chunks, prefill
+from kvmanager.clients.glm.pcp import pcp_chunks
+from kvmanager.clients.glm.shard_group import ShardGroup
+from kvmanager.clients.glm.shard_store import ShardStore
 from kvmanager.clients.glm.store import ContiguousStore, KVStore
 from kvmanager.clients.glm.weights import Profile, make_weights
 from kvmanager.errors import InvalidArgument
@@ -34,26 +35,29 @@ def model() -> Glm:
     return Glm(TINY, make_weights(TINY, 1, Profile.CALM), torch.float64, Fp8Codec())
 
 
-def make_store(layout: KVLayout, interleave: int, span_pages: list[int]) -> tuple[DcpStore, list[np.ndarray]]:
+def make_group(
+    model: Glm, layout: KVLayout, interleave: int, span_pages: list[int]
+) -> tuple[ShardGroup, list[np.ndarray]]:
     rng = np.random.default_rng(5)
     memories = [rng.integers(0, 256, layout.page_bytes * (max(span_pages) + 1), dtype=np.uint8) for _ in range(RANKS)]
-    store = DcpStore(memories, layout, ShardGeometry(RANKS, PAGE_ROWS, interleave))
-    store.set_span_pages(np.array(span_pages))
-    return store, memories
+    group = ShardGroup(model, memories, layout, ShardGeometry(RANKS, PAGE_ROWS, interleave))
+    group.start(np.array(span_pages), len(span_pages) * RANKS * PAGE_ROWS)
+    return group, memories
 
 
 def tokens_of(count: int) -> list[int]:
     return np.random.default_rng(21).integers(0, TINY.vocab, count).tolist()
 
 
-def assert_same_rows(a: KVStore, b: KVStore, tokens: int) -> None:
+def assert_same_rows(plain: KVStore, shards: list[ShardStore], tokens: int) -> None:
     for layer in range(TINY.layers + 1):
         rows = tokens - 1 if layer == TINY.mtp_layer else tokens
-        everything = torch.arange(rows).unsqueeze(0)
-        assert torch.equal(a.latent_rows(layer, everything), b.latent_rows(layer, everything)), layer
-        if layer in TINY.format.leaders:
-            for left, right in zip(a.index_keys(layer, rows), b.index_keys(layer, rows), strict=True):
-                assert torch.equal(left, right)
+        for shard in shards:
+            here = shard.own_positions(rows)
+            assert torch.equal(plain.latent_rows(layer, here), shard.latent_rows(layer, here)), layer
+            if layer in TINY.format.leaders:
+                for whole, mine in zip(plain.index_keys(layer, rows), shard.index_keys(layer, rows), strict=True):
+                    assert torch.equal(whole[here], mine)
 
 
 @pytest.mark.parametrize(
@@ -85,15 +89,16 @@ def test_small_batches_are_replicated(queries: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("interleave", [1, 4, 16])
-def test_rows_lie_where_the_placement_says(layout: KVLayout, interleave: int) -> None:
+def test_rows_lie_where_the_placement_says(model: Glm, layout: KVLayout, interleave: int) -> None:
     span_pages = [3, 0]
-    store, memories = make_store(layout, interleave, span_pages)
+    group, memories = make_group(model, layout, interleave, span_pages)
     rng = np.random.default_rng(9)
     positions = torch.arange(200)
     rows = torch.from_numpy(rng.integers(0, 256, (200, 656), dtype=np.uint8))
-    store.write_latent(4, positions, rows)
     values = torch.from_numpy(rng.integers(0, 256, (200, 128), dtype=np.uint8))
-    store.write_index(2, positions, values, torch.arange(200, dtype=torch.float32))
+    for shard in group.shards:
+        shard.write_latent(4, positions, rows)
+        shard.write_index(2, positions, values, torch.arange(200, dtype=torch.float32))
     for p in (0, 1, 17, 127, 128, 199):
         span, offset = divmod(p, RANKS * PAGE_ROWS)
         rank = offset // interleave % RANKS
@@ -104,19 +109,24 @@ def test_rows_lie_where_the_placement_says(layout: KVLayout, interleave: int) ->
         component = layout.by_key[Section.INDEX_SCALE, 2]
         at = component.offset + span_pages[span] * component.page_stride + slot * component.slot_stride
         assert memories[rank][at : at + 4].view(np.float32)[0] == p
-    assert torch.equal(store.index_keys(2, 200)[0], values)
-    assert torch.equal(store.latent_rows(4, torch.tensor([[7, 130, -1]]))[0, :2], rows[[7, 130]])
+    for shard in group.shards:
+        here = shard.own_positions(200)
+        assert torch.equal(shard.index_keys(2, 200)[0], values[here])
+        assert torch.equal(shard.latent_rows(4, here), rows[here])
 
 
-def test_positions_beyond_the_spans_are_refused() -> None:
-    store, _ = make_store(LAYOUTS["native"], 1, [0])
+def test_positions_beyond_the_spans_are_refused(model: Glm) -> None:
+    group, _ = make_group(model, LAYOUTS["native"], 1, [0])
     with pytest.raises(AssertionError, match="beyond 1 spans"):
-        store.write_latent(0, torch.tensor([128]), torch.zeros((1, 656), dtype=torch.uint8))
+        group.shards[0].write_latent(0, torch.tensor([128]), torch.zeros((1, 656), dtype=torch.uint8))
 
 
-def test_geometry_and_memories_must_agree() -> None:
+def test_geometry_and_memories_must_agree(model: Glm) -> None:
+    memory, geometry = np.zeros(8, dtype=np.uint8), ShardGeometry(8, PAGE_ROWS, 1)
     with pytest.raises(InvalidArgument, match="2 memories"):
-        DcpStore([np.zeros(8, dtype=np.uint8)] * 2, LAYOUTS["native"], ShardGeometry(8, PAGE_ROWS, 1))
+        ShardGroup(model, [memory] * 2, LAYOUTS["native"], geometry)
+    with pytest.raises(InvalidArgument, match="rank 8 of 8"):
+        ShardStore(memory, LAYOUTS["native"], geometry, 8)
 
 
 @pytest.mark.parametrize(("interleave", "cuts"), [(1, [0, 200]), (16, [0, 96, 97, 200])], ids=str)
@@ -125,14 +135,20 @@ def test_prefill_by_ranks_equals_forward(model: Glm, interleave: int, cuts: list
     plain = ContiguousStore(TINY.format, model.codec)
     whole = model.forward(torch.tensor(tokens), torch.arange(200), plain)
     model.mtp_rows(torch.tensor(tokens[1:]), whole[:-1], torch.arange(199), plain)
-    store, _ = make_store(LAYOUTS["native"], interleave, [2, 5])
+    group, _ = make_group(model, LAYOUTS["native"], interleave, [2, 5])
     for a, b in itertools.pairwise(cuts):
-        last = prefill(model, store, tokens[a:b], a, tokens[a + 1 : b + 1], RANKS)
+        last = group.prefill(tokens[a:b], a, tokens[a + 1 : b + 1])
         torch.testing.assert_close(last, whole[b - 1], atol=1e-10, rtol=0)
-    assert_same_rows(plain, store, 200)
+    assert_same_rows(plain, group.shards, 200)
+    (token,) = model.greedy(whole[-1:])
+    group.write_mtp_row(token, last, 199)
+    model.mtp_rows(torch.tensor([token]), whole[-1:], torch.tensor([199]), plain)
+    owner = next(shard for shard in group.shards if shard.owns(torch.tensor([199])))
+    row = torch.tensor([199])
+    assert torch.equal(owner.latent_rows(TINY.mtp_layer, row), plain.latent_rows(TINY.mtp_layer, row))
 
 
 def test_prefill_refuses_a_gap_in_next_tokens(model: Glm) -> None:
-    store, _ = make_store(LAYOUTS["native"], 1, [0])
+    group, _ = make_group(model, LAYOUTS["native"], 1, [0])
     with pytest.raises(InvalidArgument, match="3 next tokens for 5"):
-        prefill(model, store, [1, 2, 3, 4, 5], 0, [2, 3, 4], RANKS)
+        group.prefill([1, 2, 3, 4, 5], 0, [2, 3, 4])
