@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +25,16 @@ import numpy as np
 from kvmanager.certificates import Certificates
 from kvmanager.core.events import CopyOutcome, Event, PlanEnded, StartPull, TicketInfo
 from kvmanager.core.spec import GroupSpec
-from kvmanager.errors import Draining, KVError, LayoutMismatch, PeerUnreachable, StalePage, TransferFailed
+from kvmanager.errors import (
+    Draining,
+    KVError,
+    LayoutMismatch,
+    LeaseExpired,
+    PeerUnreachable,
+    StalePage,
+    TransferFailed,
+    UnknownLease,
+)
 from kvmanager.geometry import Int64Array
 from kvmanager.layout import KVLayout
 from kvmanager.movers import Mover
@@ -51,6 +61,8 @@ THREADS = 32
 """Pulls at one time; one that waits for its source to compute on holds one."""
 GROWTH_PAUSE_S = 0.02
 """Before the source is asked again whether more has been computed."""
+CHECK_PAUSE_S = 0.25
+"""Between two questions to the source whether what is being read is still what was exported."""
 _EVERYTHING = 1 << 62
 _log = logging.getLogger("kvmanager.handoff")
 Ended = tuple[CopyOutcome, KVError | None]
@@ -144,10 +156,7 @@ class Handoffs:
             pull = self._pulls.get(plan_id)
             if pull is None:
                 return False
-            pull.end((CopyOutcome.CANCELLED, None))
-            part = part_id(plan_id, max(pull.part, 0))
-        assert self._mover is not None
-        self._mover.cancel(part)
+        self._give_up(pull, (CopyOutcome.CANCELLED, None))
         return True
 
     def pull_ended(self, work_id: int, outcome: CopyOutcome, error: KVError | None) -> bool:
@@ -197,16 +206,15 @@ class Handoffs:
         self._release_quietly(effect.ticket)
 
     def _pull(self, pull: _Pull) -> Ended:
-        source = pull.effect.ticket.node_address
-        first: pb.AcceptReply | None = None
+        before: pb.AcceptReply | None = None
         later = self._targets(pull.effect)
         while True:
             if pull.over is not None:
                 return pull.over
             accepted = self._accept(pull.effect)
-            first = first or accepted
-            if accepted.mover_incarnation != first.mover_incarnation:
-                return CopyOutcome.FAILED, StalePage("the source's mover was restarted; what was read is dropped")
+            if before is not None:
+                check_same(before, accepted)
+            before = accepted
             end = _EVERYTHING if accepted.final else int(accepted.committed_tokens)
             now, later = split_at(later, end)
             outcome, error = self._move(pull, accepted, now)
@@ -216,18 +224,22 @@ class Handoffs:
                 break
             if not now:
                 pull.stopped.wait(GROWTH_PAUSE_S)
+        try:
+            self._check(pull, accepted)
+        except PeerUnreachable as silence:
+            return CopyOutcome.FAILED, silence
+        except KVError as doubt:
+            return CopyOutcome.FAILED, _stale(doubt)
+        return CopyOutcome.DONE, None
+
+    def _check(self, pull: _Pull, accepted: pb.AcceptReply) -> None:
+        """Asks the source. Raises what it says, PeerUnreachable when it says nothing."""
         check = pb.CheckRequest(
             ticket_id=pull.effect.ticket.ticket_id,
             mover_incarnation=accepted.mover_incarnation,
             generations=accepted.generations,
         )
-        try:
-            self._peers.call(source, "Check", check)
-        except PeerUnreachable as silence:
-            return CopyOutcome.FAILED, silence
-        except KVError as stale:
-            return CopyOutcome.FAILED, StalePage(f"what was read is not what was exported: {stale}")
-        return CopyOutcome.DONE, None
+        self._peers.call(pull.effect.ticket.node_address, "Check", check)
 
     def _accept(self, effect: StartPull) -> pb.AcceptReply:
         ticket = pb.Ticket(ticket_id=effect.ticket.ticket_id)
@@ -253,10 +265,35 @@ class Handoffs:
                 return pull.over is None and not moved.done()
 
             self._mover.pull(self._command(pull.effect, work_id, accepted, chain, layout, share), wanted)
-            outcome, error = moved.result()  # the mover has a deadline of its own, and its death ends it too
+            outcome, error = self._watched(pull, accepted, moved)
             if outcome is not CopyOutcome.DONE:
                 return outcome, error
         return CopyOutcome.DONE, None
+
+    def _watched(self, pull: _Pull, accepted: pb.AcceptReply, moved: Future[Ended]) -> Ended:
+        """How the part ends. The mover has a deadline of its own, and its death ends it too.
+
+        Nothing is published before the last check; those in between keep a pull from reading on what is lost already.
+        """
+        while True:
+            with suppress(FutureTimeoutError):
+                outcome, error = moved.result(CHECK_PAUSE_S)
+                return pull.over if outcome is CopyOutcome.CANCELLED and pull.over else (outcome, error)
+            if pull.over is not None:
+                continue
+            try:
+                self._check(pull, accepted)
+            except (StalePage, UnknownLease, LeaseExpired) as gone:
+                _log.warning("pull %d is given up: %s", pull.effect.plan_id, gone)
+                self._give_up(pull, (CopyOutcome.FAILED, _stale(gone)))
+            except KVError as doubt:
+                _log.info("pull %d: %s", pull.effect.plan_id, doubt)  # the last check decides
+
+    def _give_up(self, pull: _Pull, ended: Ended) -> None:
+        """Begins nothing more of it; what is in flight is waited for."""
+        pull.end(ended)
+        assert self._mover is not None
+        self._mover.cancel(part_id(pull.effect.plan_id, max(pull.part, 0)))
 
     def _targets(self, effect: StartPull) -> list[TargetClass]:
         """Everything that is wanted."""
@@ -331,6 +368,29 @@ class Handoffs:
                 self._peers.call(source, "Heartbeat", pb.HeartbeatRequest(ticket_ids=ticket_ids), deadline_s)
             except KVError as error:
                 _log.warning("heartbeat to %s: %s", source, error)
+
+
+def _stale(error: KVError) -> StalePage:
+    return StalePage(f"what was read is not what was exported: {error}")
+
+
+def check_same(before: pb.AcceptReply, now: pb.AcceptReply) -> None:
+    """Raises StalePage unless a ticket that has grown begins, in every chain, with the pages that it had before."""
+    if now.mover_incarnation != before.mover_incarnation:
+        raise StalePage("the source's mover was restarted; what was read is dropped")
+    for old, new in zip(_accepted_pages(before), _accepted_pages(now), strict=True):
+        if not np.array_equal(new[: len(old)], old):
+            raise StalePage("pages of the ticket were reused since they were read; what was read is dropped")
+
+
+def _accepted_pages(accepted: pb.AcceptReply) -> list[Int64Array]:
+    """(page, generation), int64[pages, 2], of each chain."""
+    pages = [unpack_u32(chain.spans.pages[0].device_pages, "spans.device_pages") for chain in accepted.chains]
+    generations = unpack_u32(accepted.generations, "generations")
+    if len(generations) != sum(map(len, pages)):
+        raise LayoutMismatch(f"{len(generations)} generations of {sum(map(len, pages))} pages")
+    parts = np.split(generations, np.cumsum([len(part) for part in pages])[:-1])
+    return [np.stack([part, mine], axis=1).astype(np.int64) for part, mine in zip(pages, parts, strict=True)]
 
 
 def source_spans(chain: pb.SourceChain) -> SourceSpans:

@@ -137,6 +137,8 @@ class PeerService(pb_grpc.PeerServicer):
         """Whether what was read is still what was exported."""
         self._callers.who(context, "peer")
         incarnation = self._mover.info.incarnation
+        if incarnation == 0:
+            raise NotReady("the mover is restarting; ask again")
         if request.mover_incarnation != incarnation:
             raise StalePage(f"the mover was restarted: incarnation {request.mover_incarnation} is over")
         self._loop.call(CheckTicket(request.ticket_id, unpack_u32(request.generations, "generations")))

@@ -25,6 +25,7 @@ from nodes_support import (
     open_of,
     prefill_engine,
     prefill_toml,
+    run_request,
     tokens_of,
     wait_for,
 )
@@ -32,7 +33,7 @@ from nodes_support import (
 from kvmanager.clients.attach import attach, grpc_channel
 from kvmanager.clients.attached_engine import AttachedEngine
 from kvmanager.clients.engine import RequestStep
-from kvmanager.errors import InvalidArgument, KVError, LayoutMismatch, PeerUnreachable, UnknownLease
+from kvmanager.errors import InvalidArgument, KVError, LayoutMismatch, PeerUnreachable, StalePage, UnknownLease
 from kvmanager.layout import GLM53, GLM53_TINY
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
@@ -275,6 +276,37 @@ def test_our_mover_dies_during_a_pull(
     fresh = export(prefill, 2, seed=8, spans=4)
     assert hand_over(decode, 3, 8, fresh, spans=4).cached_tokens == 4 * SPAN
     close(decode, 3)
+
+
+def test_a_source_page_is_reused_under_its_reader(
+    source: Node, target: Node, prefill: AttachedEngine, decode: AttachedEngine
+) -> None:
+    """The target stands still until the lease is over and its pages hold other bytes; its daemon finds out first."""
+    before = target.pools()
+    ticket = export(prefill, 1, seed=9, spans=4)
+    mover, daemon = target.admin.status().movers[0].pid, target.pid_of("daemon")
+    os.kill(mover, signal.SIGSTOP)
+    try:
+        result = decode.client.step(
+            fence=decode.workers.fence(), opens=[open_of(1, tokens_of(9, 4 * SPAN), ticket=ticket)]
+        )
+        assert result.opened[1].state == pb.OpenReply.WAITING
+        wait_for(lambda: [lease.holder for lease in source.admin.leases().leases] not in ([], [""]))
+        os.kill(daemon, signal.SIGSTOP)  # nobody renews the lease
+        try:
+            wait_for(lambda: not source.admin.leases().leases)
+            for request_id in range(2, 10):
+                run_request(prefill, request_id, tokens_of(100 + request_id, 20 * SPAN), 100 + request_id)
+        finally:
+            os.kill(daemon, signal.SIGCONT)
+        wait_for(lambda: "is given up: no ticket" in target.log())
+        assert list(target.admin.transfers().transfers), "its read may be in flight: the mover has not said a word"
+    finally:
+        os.kill(mover, signal.SIGCONT)
+    with pytest.raises(StalePage, match="not what was exported"):
+        decode.client.wait_ready(1, 60.0)
+    wait_for(lambda: target.pools() == before)
+    decode.step()
 
 
 @pytest.mark.parametrize("noticed", [True, False])

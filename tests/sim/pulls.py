@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,26 +18,34 @@ from kvmanager.core.events import (
     TicketPages,
 )
 from kvmanager.core.group import Group
-from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
+from kvmanager.core.plans import StridedCopies
 from kvmanager.core.spanplans import SpanRun, copy_spans
 from kvmanager.core.spec import ChainSpec, Placement
-from kvmanager.errors import KVError, PeerUnreachable, TransferFailed
+from kvmanager.errors import KVError, PeerUnreachable, StalePage, TransferFailed
 from kvmanager.geometry import TokenOrder
 from kvmanager.pulls import TargetClass, share_out
 from kvmanager.transport.cpu import copy_piece
 from tests.sim.network import Network
 from tests.sim.worker import Claim
 
+CHUNKS = 3
+"""Of what one answer of the source offers."""
+
 
 @dataclass
 class Pull:
-    """One hand-off. `claims`: target pages as they were when it was asked for."""
+    """One hand-off. `claims`: target pages as they were when it was asked for. `chunks`: what is still to be copied.
+
+    `mover`: incarnation of the source's. `checked`: the source was asked since the last chunk.
+    """
 
     start: StartPull
     claims: list[Claim]
     deadline: int
-    plan: CopyPlan | None = None
+    chunks: list[list[StridedCopies]] = field(default_factory=list)
     generations: np.ndarray | None = None
+    mover: int | None = None
+    checked: bool = True
     final: bool = False
     orphaned: bool = False  # who would have asked the source in the end died
 
@@ -78,42 +87,69 @@ def advance(pull: Pull, net: Network, target: Group, now: int) -> End | None:
         # Once reading began nobody knows what may still arrive.
         begun = pull.generations is not None
         return (CopyOutcome.UNKNOWN_FATE if begun else CopyOutcome.FAILED), TransferFailed("the deadline passed")
-    if pull.plan is not None:
+    if not pull.checked:
+        return _check(pull, net, ends=False)
+    if pull.chunks:
         _copy(pull, net)
         return None
-    if not pull.final:
-        answer = net.ask(pull.ticket_id, AcceptTicket(pull.ticket_id, pull.holder))
-        if not isinstance(answer, KVError):
-            if pull.generations is not None:
-                net.happened["grown ticket"] += 1
-            pull.generations, pull.final = answer.generations, answer.final
-            pull.plan = _plan(pull, net, target, answer)
-            return None
-    else:
-        answer = net.ask(pull.ticket_id, CheckTicket(pull.ticket_id, pull.generations))
+    if pull.final:
+        return _check(pull, net, ends=True)
+    return _accept(pull, net, target)
+
+
+def _accept(pull: Pull, net: Network, target: Group) -> End | None:
+    answer = net.ask(pull.ticket_id, AcceptTicket(pull.ticket_id, pull.holder))
+    if isinstance(answer, KVError):
+        return None if isinstance(answer, PeerUnreachable) else (CopyOutcome.FAILED, answer)
+    assert isinstance(answer, TicketPages)
+    mover = net.sources[pull.ticket_id][0].mover
+    if pull.mover not in (None, mover):
+        return CopyOutcome.FAILED, StalePage("the source's mover was restarted")
+    if pull.generations is not None:
+        net.happened["grown ticket"] += 1
+    pull.mover, pull.generations, pull.final = mover, answer.generations, answer.final
+    pieces = list(_pieces(pull, net, target, answer))
+    size = -(-len(pieces) // CHUNKS) or 1
+    pull.chunks = [pieces[i : i + size] for i in range(0, len(pieces), size)]
+    return None
+
+
+def _check(pull: Pull, net: Network, *, ends: bool) -> End | None:
+    """Asks the source whether what was read is what was exported: after each chunk, and in the end."""
+    answer = net.ask(pull.ticket_id, CheckTicket(pull.ticket_id, pull.generations))
     if isinstance(answer, PeerUnreachable):
         return None
-    return (CopyOutcome.FAILED, answer) if isinstance(answer, KVError) else (CopyOutcome.DONE, None)
+    if isinstance(answer, KVError):
+        return CopyOutcome.FAILED, answer
+    if net.sources[pull.ticket_id][0].mover != pull.mover:
+        return CopyOutcome.FAILED, StalePage("the source's mover was restarted")
+    pull.checked = True
+    return (CopyOutcome.DONE, None) if ends else None
 
 
 def _end_orphan(pull: Pull, net: Network) -> End:
     """The mover finishes or not: nobody asks whether the bytes are the right ones."""
     net.happened["orphaned pull"] += 1
-    if pull.plan is not None:
+    while pull.chunks and not net.cut:
         _copy(pull, net)
     return net.draw.choice((CopyOutcome.DONE, *CopyOutcome)), None
 
 
 def _copy(pull: Pull, net: Network) -> None:
-    """The bytes themselves, unless the nodes are apart."""
-    assert pull.plan is not None
+    """The bytes of a chunk, unless the nodes are apart; now and then a read of it fails and it is read again."""
     if net.cut:
         return
     for claim in pull.claims:
         claim.hold("pull")
-    for c in pull.plan.pieces():
+    chunk = pull.chunks[0]
+    fails = net.draw.random() < 0.1
+    for c in chunk[: len(chunk) // 2] if fails else chunk:
         copy_piece(net.memory.regions[c.source_region], net.memory.regions[c.target_region], c)
-    pull.plan = None
+    if fails:
+        net.happened["chunk read again"] += 1
+        return
+    del pull.chunks[0]
+    pull.checked = False
 
 
 def ended(pull: Pull, outcome: CopyOutcome, error: KVError | None) -> PlanEnded:
@@ -128,7 +164,7 @@ def release(pull: Pull, net: Network) -> None:
     net.ask(pull.ticket_id, ReleaseTicket(pull.ticket_id, pull.holder))
 
 
-def _plan(pull: Pull, net: Network, target_group: Group, answer: TicketPages) -> CopyPlan:
+def _pieces(pull: Pull, net: Network, target_group: Group, answer: TicketPages) -> Iterator[StridedCopies]:
     """All that is there by now, once more from the start: what was committed stays as it is."""
     world, group_name = net.sources[pull.ticket_id]
     chains = world.node.state.groups[group_name].spec.chains
@@ -139,12 +175,12 @@ def _plan(pull: Pull, net: Network, target_group: Group, answer: TicketPages) ->
         for part in pull.start.chains
         for t in part.targets
     ]
-    copies: list[PagedCopies] = []
     held = [chain.classes[0].layout for chain in chains]
     for layout, source, share in zip(held, sources, share_out(held, targets), strict=True):
         for each in share:
-            copies += copy_spans(layout, each.layout, source, each.target.spans, each.target.end)
-    return CopyPlan(pull.start.plan_id, Purpose.PLACE, tuple(copies))
+            for copies in copy_spans(layout, each.layout, source, each.target.spans, each.target.end):
+                for box in copies.boxes:
+                    yield from copies.pieces(box)
 
 
 def _source(chain: ChainSpec, run: SpanRunTable) -> list[SpanRun]:

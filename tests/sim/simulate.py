@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
@@ -23,7 +23,7 @@ from tests.sim.harness import World
 from tests.sim.network import Network
 from tests.sim.operator import operate, unpin_all
 from tests.sim.standstill import nobody_stands_still, quiet
-from tests.sim.worlds import KINDS, LIMITS, Regions, kind_of, limits_of
+from tests.sim.worlds import KINDS, LIMITS, Nodes, Regions, kind_of, limits_of
 
 ACTIONS = {
     "step": 34, "advance": 34, "plan": 24, "pull": 14, "resend": 2, "export": 6, "tick": 3, "renew": 1,
@@ -57,13 +57,14 @@ def policy_of(seed: int) -> Policy:
 class Simulation:
     """One cluster with its engines. `at`: the action being done."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, build: Callable[[Regions, random.Random], Nodes] | None = None) -> None:
+        """`build`: other nodes than those of the seed's kind."""
         self.seed, self.kind, self.at = seed, kind_of(seed), 0
         self.draw = random.Random(f"{seed}")
         weights = {**ACTIONS, **MORE.get(self.kind, {})}
         self._names, self._weights = list(weights), list(weights.values())
         regions = Regions({})
-        nodes = KINDS[self.kind](regions, self.draw)
+        nodes = (build or KINDS[self.kind])(regions, self.draw)
         self.net = Network(self.draw, Memory(regions.sizes))
         policy = policy_of(seed)
         self.worlds = [World(i, specs, limits_of(self.kind), self.net, policy) for i, specs in enumerate(nodes)]

@@ -1,0 +1,188 @@
+"""The target's side of a hand-off against a source and a mover that a test controls."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from kvmanager.core.events import ChainPull, CopyOutcome, PlanEnded, PullTarget, StartPull, TicketInfo
+from kvmanager.core.spanplans import SpanRun
+from kvmanager.errors import KVError, NotReady, PeerUnreachable, StalePage, TransferFailed, UnknownLease
+from kvmanager.geometry import TokenOrder
+from kvmanager.handoff import Handoffs, check_same
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.wire import layout_to_proto, pack_u32, pack_u64
+from tests.sim.worlds import RANKS, Regions, hisparse, sharded
+
+WAIT_S = 60.0
+PLAN = 1 << 16
+PAGES = 3
+
+
+class Source:
+    """Answers by method: an error is raised, a function called. `calls` counts them."""
+
+    def __init__(self, chain):
+        self.chain = chain
+        self.calls: Counter[str] = Counter()
+        self.seen: queue.Queue = queue.Queue()
+        self.answers = {"Check": pb.CheckReply(), "Release": pb.ReleaseReply(), "Heartbeat": pb.HeartbeatReply()}
+
+    def call(self, _address, method, _request, _deadline_s=0.0):
+        self.calls[method] += 1
+        self.seen.put(method)
+        answer = self.accepted() if method == "Accept" else self.answers[method]
+        if isinstance(answer, KVError):
+            raise answer
+        return answer
+
+    def accepted(self, pages=tuple(range(PAGES)), generations=(1,) * PAGES, incarnation=7, final=True):
+        spans = pb.SpanRun(
+            chain="main",
+            first_tokens=pack_u64(np.arange(len(pages)) * RANKS * 4),
+            segments=pack_u32([RANKS] * len(pages)),
+            interleave=pack_u32([1] * len(pages)),
+            pages=[pb.ClassPages(page_class="kv", device_pages=pack_u32(pages))],
+        )
+        return pb.AcceptReply(
+            agent_name="a", mover_incarnation=incarnation, generations=pack_u32(generations), final=final,
+            committed_tokens=len(pages) * RANKS * 4,
+            chains=[pb.SourceChain(
+                layout=layout_to_proto(self.chain.classes[0].layout), spans=spans,
+                ranks=[pb.SourceRank(rank=r, base_address=r << 30, size_bytes=1) for r in range(RANKS)],
+            )],
+        )  # fmt: skip
+
+    def close(self):
+        pass
+
+
+class HandMover:
+    """A mover whose pulls end when the test says so."""
+
+    def __init__(self):
+        self.pulls: queue.Queue = queue.Queue()
+        self.cancelled: queue.Queue = queue.Queue()
+
+    def pull(self, command, wanted):
+        if wanted():
+            self.pulls.put(command.pull_id)
+
+    def cancel(self, work_id):
+        self.cancelled.put(work_id)
+
+
+class Bench:
+    def __init__(self):
+        regions = Regions({})
+        (chain,) = sharded(regions, "p", 8, 0).chains
+        group = hisparse(regions, "d", 60, 60)
+        self.posted: queue.Queue = queue.Queue()
+        self.source, self.mover = Source(chain), HandMover()
+        self.handoffs = Handoffs("us", {"d": group}, 1 << 16, 1 << 13, self.posted.put)
+        self.handoffs._peers.close()
+        self.handoffs._peers = self.source
+        self.handoffs.use(self.mover)
+        tokens = PAGES * RANKS * 4
+        c = group.chains[0].classes[0]
+        spans = (SpanRun(0, TokenOrder(RANKS, 1), c.device_regions, np.arange(PAGES * RANKS)),)
+        wanted = ChainPull("main", 0, (PullTarget(c.name, spans, tokens),))
+        ticket = TicketInfo("t", "there", tokens, 10**12)
+        self.handoffs.start(StartPull(PLAN, "d", ticket, (wanted,), 10**12))
+
+    def end(self, outcome, error=None, part=None):
+        part = self.mover.pulls.get(timeout=WAIT_S) if part is None else part
+        assert self.handoffs.pull_ended(part, outcome, error)
+
+    def result(self) -> PlanEnded:
+        return self.posted.get(timeout=WAIT_S)
+
+
+@pytest.fixture
+def bench():
+    made = Bench()
+    yield made
+    made.handoffs.close()
+
+
+def _wait(bench, method, count):
+    while bench.source.calls[method] < count:
+        bench.source.seen.get(timeout=WAIT_S)
+
+
+def test_a_source_that_says_no_while_it_is_read_ends_the_pull_once_nothing_is_in_flight(bench):
+    part = bench.mover.pulls.get(timeout=WAIT_S)
+    _wait(bench, "Check", 2)
+    bench.source.answers["Check"] = UnknownLease("expired")
+    assert bench.mover.cancelled.get(timeout=WAIT_S) == part
+    assert bench.posted.empty(), "its read is still in flight"
+    bench.end(CopyOutcome.CANCELLED, part=part)
+    ended = bench.result()
+    assert (ended.outcome, type(ended.error)) == (CopyOutcome.FAILED, StalePage)
+    _wait(bench, "Release", 1)
+
+
+@pytest.mark.parametrize("fate", [CopyOutcome.UNKNOWN_FATE, CopyOutcome.FAILED])
+def test_how_it_ended_counts_more_than_why_it_was_given_up(bench, fate):
+    part = bench.mover.pulls.get(timeout=WAIT_S)
+    bench.source.answers["Check"] = StalePage("reused")
+    bench.mover.cancelled.get(timeout=WAIT_S)
+    bench.end(fate, TransferFailed("late"), part)
+    assert bench.result().outcome is fate
+
+
+@pytest.mark.parametrize("silence", [PeerUnreachable("cut"), NotReady("restarting")])
+def test_a_source_that_does_not_know_is_asked_again(bench, silence):
+    part = bench.mover.pulls.get(timeout=WAIT_S)
+    bench.source.answers["Check"] = silence
+    _wait(bench, "Check", 3)
+    bench.source.answers["Check"] = pb.CheckReply()
+    bench.end(CopyOutcome.DONE, part=part)
+    assert bench.result() == PlanEnded(PLAN, CopyOutcome.DONE, None)
+    assert bench.mover.cancelled.empty()
+
+
+@pytest.mark.parametrize(
+    ("doubt", "expected"),
+    [(PeerUnreachable("cut"), PeerUnreachable), (NotReady("restarting"), StalePage), (StalePage("other"), StalePage)],
+)
+def test_the_last_word_must_be_yes(bench, doubt, expected):
+    part = bench.mover.pulls.get(timeout=WAIT_S)
+    bench.source.answers["Check"] = doubt
+    bench.end(CopyOutcome.DONE, part=part)
+    ended = bench.result()
+    assert (ended.outcome, type(ended.error)) == (CopyOutcome.FAILED, expected)
+
+
+def test_a_ticket_is_released_once_however_the_pull_ends(bench):
+    part = bench.mover.pulls.get(timeout=WAIT_S)
+    assert bench.handoffs.cancel(PLAN)
+    ended = bench.handoffs.pull_ended
+    threads = [threading.Thread(target=ended, args=(part, outcome, None)) for outcome in CopyOutcome]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    bench.result()
+    _wait(bench, "Release", 1)
+    bench.handoffs._threads.shutdown(wait=True)
+    assert bench.source.calls["Release"] == 1
+    assert bench.posted.empty()
+    assert not bench.handoffs.cancel(PLAN)
+
+
+def test_a_grown_ticket_must_begin_with_the_pages_that_were_read(bench):
+    accepted = bench.source.accepted
+    before = accepted()
+    check_same(before, accepted((0, 1, 2, 9), (1, 1, 1, 5)))
+    check_same(accepted((), ()), before)
+    for other in (
+        accepted((0, 1, 2, 9), (1, 2, 1, 5)), accepted((0, 3, 2), (1, 1, 1)), accepted((0, 1), (1, 1)),
+        accepted(incarnation=8),
+    ):  # fmt: skip
+        with pytest.raises(StalePage):
+            check_same(before, other)
