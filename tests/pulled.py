@@ -14,7 +14,7 @@ import numpy as np
 from kvmanager.errors import TransferFailed
 from kvmanager.geometry import TokenOrder
 from kvmanager.groups import STAGING_REGION
-from kvmanager.layout import KVLayout
+from kvmanager.layout import KVLayout, Section
 from kvmanager.planwire import ring_from_proto, ring_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull
@@ -36,10 +36,10 @@ def places(order: TokenOrder, rows: int, count: int) -> tuple[np.ndarray, np.nda
     return span * order.segments + page, lap * order.interleave + within
 
 
-def pattern(layout: KVLayout, key: object, positions: np.ndarray) -> np.ndarray:
+def pattern(layout: KVLayout, key: tuple[Section, int], positions: np.ndarray) -> np.ndarray:
     """Bytes of a component's rows, uint8[positions, row bytes]: unlike for each position, layer, section and byte."""
-    section, layer = key  # type: ignore[misc]  # (section, layer)
-    size = layout.by_key[key].row_bytes  # type: ignore[index]
+    section, layer = key
+    size = layout.by_key[key].row_bytes
     salt = 7_919 * layer + sum(map(ord, str(section)))
     mixed = (positions[:, None].astype(np.uint64) * np.uint64(2_654_435_761)) ^ np.uint64(salt * 40_503)
     mixed = (mixed + np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xD1B54A32D192ED03)
@@ -54,17 +54,19 @@ def put(memory: np.ndarray, layout: KVLayout, pages: np.ndarray, slots: np.ndarr
 
 
 class SourceMemory:
-    """Spans of one order over `ranks` regions, at pages drawn by `rng`; rows that hold no token are poison."""
+    """Spans of one order over `ranks` regions, at pages drawn by `rng`."""
 
     def __init__(
-        self, layout: KVLayout, ranks: int, order: TokenOrder, tokens: int, rng: np.random.Generator
-    ) -> None:
+        self, layout: KVLayout, ranks: int, order: TokenOrder, tokens: int, rng: np.random.Generator,
+        fill: int = POISON,
+    ) -> None:  # fmt: skip
+        """`fill`: what lies where no token does."""
         rows, span_tokens = layout.page_rows, order.segments * layout.page_rows
         spans = -(-tokens // span_tokens)
         width = order.segments // ranks
         self.layout, self.ranks, self.tokens = layout, ranks, tokens
         self.pages = rng.permutation(spans * width + 2)[: spans * width].astype(np.int64)
-        self.memory = [np.full((spans * width + 2) * layout.page_bytes, POISON, np.uint8) for _ in range(ranks)]
+        self.memory = [np.full((spans * width + 2) * layout.page_bytes, fill, np.uint8) for _ in range(ranks)]
         number, slot = places(order, rows, tokens)
         page, rank = self.pages[number // ranks], number % ranks
         for r in range(ranks):
@@ -81,6 +83,7 @@ class SourceMemory:
 @dataclass
 class _Held:
     read_id: int
+    source: SourceMemory
     addresses: np.ndarray
     target: np.ndarray
     offsets: np.ndarray
@@ -100,16 +103,18 @@ class PeerReader:
     def add_peer(self, name: str, metadata: bytes) -> None:
         """See `Reader.add_peer`."""
 
-    def read(self, peer, addresses, region_id, offsets, lengths, deadline_ns):  # type: ignore[no-untyped-def]
+    def read(self, peer, addresses, region_id, offsets, lengths, _deadline_ns):
         """See `Reader.read`."""
         assert region_id == STAGING_REGION
         self.descriptors += len(addresses)
         source = int(peer)
-        self._held.append(_Held(self._next, addresses.astype(np.int64), self.regions[region_id], offsets, lengths))
+        into = self.regions[region_id]
+        self._held.append(
+            _Held(self._next, self.sources[source], addresses.astype(np.int64), into, offsets, lengths)
+        )
         for address in addresses.tolist():
             rank, at = divmod(address - (1 << 40), APART)
             self.read_pages.add((source, rank, at // self.sources[source].layout.page_bytes))
-        self._held[-1].source = self.sources[source]  # type: ignore[attr-defined]
         self._next += 1
         return self._next - 1
 
@@ -130,10 +135,9 @@ class PeerReader:
         return ended
 
     def _copy(self, held: _Held) -> None:
-        source: SourceMemory = held.source  # type: ignore[attr-defined]
         for address, offset, length in zip(held.addresses, held.offsets, held.lengths, strict=True):
             rank, at = divmod(int(address) - (1 << 40), APART)
-            taken = source.memory[rank][at : at + int(length)]
+            taken = held.source.memory[rank][at : at + int(length)]
             assert len(taken) == length, "a read past the end of a rank's memory"
             held.target[int(offset) : int(offset) + int(length)] = taken
 
