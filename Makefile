@@ -12,6 +12,8 @@ SEED ?=
 SEEDS ?= 100
 EVENTS ?= 2000
 FIRST ?= 0
+# make soak: minutes.
+MINUTES ?= 60
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +22,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 NUMPY := $(shell sed -n 's/^\(numpy==[^ ]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long test-vllm sim chaos check bench protos docs dist gpu-test gpu-bench clean
+.PHONY: help venv demo test test-long test-vllm sim chaos soak check bench protos docs dist gpu-test gpu-bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1#\2/p' $(MAKEFILE_LIST) | awk -F'#' '{printf "%-18s %s\n", $$1, $$2}'
@@ -51,6 +53,9 @@ test-vllm: $(STAMP) ## a real vLLM engine as a client (its environment is made o
 
 sim: $(STAMP) ## seeded histories of the core: SEEDS=300 EVENTS=2000 FIRST=0
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sim --seeds $(SEEDS) --events $(EVENTS) --first $(FIRST)
+
+soak: $(STAMP) ## replayed sessions on two nodes under random kills: MINUTES=60 SEED=7
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 chaos: $(STAMP) ## two real nodes and their engines under random kills: KILLS=200 SEED=7
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED))

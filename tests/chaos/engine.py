@@ -78,7 +78,9 @@ class ChaosEngine(AttachedEngine):
 
     def prefill(self, text: int, export: bool) -> dict[str, Any]:
         """Computes a prompt in two pieces, and gives a ticket on it. `text` < 0: one of those that come once."""
-        prompt = self._texts[text] if text >= 0 else new_text(self._seed - text, SPAN)
+        return self._prefill(self._texts[text] if text >= 0 else new_text(self._seed - text, SPAN), export)
+
+    def _prefill(self, prompt: Text, export: bool) -> dict[str, Any]:
         length = prompt.prompt_tokens
         request_id, opened, places = self._begin(prompt, length)
         cached = self._check(prompt, places, opened.cached_tokens)
@@ -93,7 +95,9 @@ class ChaosEngine(AttachedEngine):
 
     def decode(self, text: int, ticket: str) -> dict[str, Any]:
         """Takes a prompt by ticket, and adds its answer in three messages, with a draft that is rejected."""
-        whole = self._texts[text]
+        return self._decode(self._texts[text], ticket)
+
+    def _decode(self, whole: Text, ticket: str) -> dict[str, Any]:
         length, end = whole.prompt_tokens, len(whole.tokens)
         shown = pb.Ticket.FromString(bytes.fromhex(ticket))
         request_id, opened, places = self._begin(whole, length, end - length + 8, shown)
@@ -216,11 +220,11 @@ def _answer(engine: ChaosEngine, asked: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}", "kind": "refused", "pages": engine.checked_pages - before}
 
 
-def main() -> None:
+def main(make: type[ChaosEngine] = ChaosEngine) -> None:
     """RUNTIME_DIR NAME SIDE SEED."""
     runtime_dir, name, side, seed = sys.argv[1:]
     try:
-        engine = ChaosEngine(Path(runtime_dir), name, side, int(seed))
+        engine = make(Path(runtime_dir), name, side, int(seed))
     except KVError as error:
         print(json.dumps({"error": str(error), "kind": "stale", "pages": 0}), flush=True)
         os._exit(1)

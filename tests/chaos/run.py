@@ -73,12 +73,19 @@ def run_kills(
     kills: Iterable[Kill], seed: int, say: Callable[[str], object] = print, directory: Path | None = None
 ) -> Report:
     """Carries out kills on two nodes that live through all of them. What is wrong is in the report."""
+    return run_rounds(kills, seed, lambda place, report: Chaos(place, report, say), directory)
+
+
+def run_rounds(
+    kills: Iterable[Kill], seed: int, make: Callable[[Path, Report], Chaos], directory: Path | None = None
+) -> Report:
+    """The same with the work that `make` says."""
     report = Report(seed)
     began = time.monotonic()
     shm_before = set(Path("/dev/shm").iterdir())
     with tempfile.TemporaryDirectory(prefix="kvm-chaos-") as made:
         place = directory or Path(made)
-        chaos = Chaos(place, report, say)
+        chaos = make(place, report)
         try:
             chaos.rest()
             for number, kill in enumerate(kills, 1):
@@ -104,11 +111,15 @@ class Chaos:
         self._report, self._say = report, say
         self._draw = random.Random(f"work/{report.seed}")
         self._texts = len(texts_of(report.seed, SPAN))
-        self.sides = {name: Side(directory, name, report.seed) for name in SIDES}
+        self.sides = {name: Side(directory, name, report.seed, self.engine_module()) for name in SIDES}
         self._handed: tuple[int, str] | None = None  # prompt and ticket for the target's next turn
         self._new = 0
         self._where = "before the first kill"
         self._cold_allowed = False
+
+    def engine_module(self) -> str:
+        """Whose process serves."""
+        return "tests.chaos.engine"
 
     # ------------------------------------------------------------------------------------- work
 

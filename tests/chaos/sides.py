@@ -72,10 +72,10 @@ def environment_of(order: KillOrder) -> dict[str, str]:
 
 
 class EngineProcess:
-    """`python -m tests.chaos.engine`, asked and answered line by line."""
+    """`python -m tests.chaos.engine`, or one like it, asked and answered line by line."""
 
     def __init__(self, side: Side, seed: int) -> None:
-        command = [sys.executable, "-m", "tests.chaos.engine"]
+        command = [sys.executable, "-m", side.engine_module]
         command += [str(side.node.runtime_dir), "engine", side.name, str(seed)]
         with (side.directory / f"{side.name}-engine.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -129,7 +129,8 @@ class EngineProcess:
 class Side:
     """A node and its engine. `cold_starts`: how often the node lost its cache, by its own word."""
 
-    def __init__(self, directory: Path, name: str, seed: int) -> None:
+    def __init__(self, directory: Path, name: str, seed: int, engine_module: str = "tests.chaos.engine") -> None:
+        self.engine_module = engine_module
         self.name, self.directory, self._seed = name, directory, seed
         self.order = KillOrder(directory / f"{name}.kill")
         if name == "source":

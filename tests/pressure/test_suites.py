@@ -72,6 +72,7 @@ def test_the_command_says_what_it_found_and_leaves_nothing(tmp_path: Path) -> No
     assert report["failed"] == 0
     assert [(suite["suite"], suite["outcome"]) for suite in report["suites"]] == [("no-host", "passed")]
     assert list(tmp_path.iterdir()) == []
-    wrong = subprocess.run([*command[:4], "nothing"], cwd=tmp_path, env=OURS, capture_output=True, text=True, check=False)
+    command = [*command[:4], "nothing"]
+    wrong = subprocess.run(command, cwd=tmp_path, env=OURS, capture_output=True, text=True, check=False)
     assert wrong.returncode == 1
     assert "no suite" in wrong.stderr
