@@ -7,8 +7,9 @@ Completion. It outlives the daemon: what it was told goes on, its completions ar
 daemon that lists gets them (`kvmanager.moverlink` describes the conversation). Only the connection with
 the newest boot id is served, and only the mover's own uid may connect.
 
-It stops on SIGTERM, when a region that it has comes again as other memory (the daemon started from nothing), and
-when it is an orphan: no daemon has been linked for `ORPHAN_S` and no keeper lives in its directory. What can end
+It stops on SIGTERM, when a region that it has comes again as other memory (the daemon started from nothing), when
+late bytes of peers that hang may land in all of its staging, and when it is an orphan: no daemon has been linked for
+`ORPHAN_S` and no keeper lives in its directory. What can end
 within `STOP_S` ends, the rest is cancelled or said to be of unknown fate. Its end is the fence for its reads in
 flight; a new keeper that starts cold does not wait for it but kills it first.
 """
@@ -116,6 +117,9 @@ class Mover:
                 self._complete(self._hands.poll(), "mover.pull.ended")
             if isinstance(self._executor, CudaExecutor) and self._executor.broken is not None:
                 _log.error("the GPU's context is lost: stopping (%s)", self._executor.broken)
+                self.stop()
+            if self._hands is not None and self._hands.exhausted and self._stop_at_s is None:
+                _log.error("peers that hang may yet write into all of staging: stopping, which ends their reads")
                 self.stop()
             self._stop_if_orphaned()
         self._executor.close()

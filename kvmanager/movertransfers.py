@@ -84,6 +84,11 @@ class MoverTransfers:
             )
         self._pulls.submit(request)
 
+    @property
+    def exhausted(self) -> bool:
+        """See `PullPipeline.exhausted`."""
+        return self._pulls is not None and self._pulls.exhausted
+
     def poll(self) -> list[Completion]:
         """Moves everything on; the pulls that ended."""
         if self._service is not None:

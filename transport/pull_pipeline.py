@@ -4,13 +4,17 @@
        ▲                                     │                        │
        └──(failed, tries left)───────────────┤                        └─(error)──► FAILED
                                              ├─(failed for good)──► FAILED
-                                             └─(deadline)──► UNKNOWN_FATE: its staging stays quarantined
-                                                             until the late read is seen to have ended
+                                             └─(deadline)──► FAILED: its staging stays quarantined until
+                                                             the late read is seen to have ended
 
 The daemon chooses where in staging a chunk lands. Two chunks whose ranges overlap never hold them at
 once; who waits longest goes first, and nobody overtakes it into a range that it waits for. A pull has at most
 `ahead` chunks in staging, so free staging is the credit that it waits for. A chunk whose read failed is read again:
 the rest of the pull is not.
+
+A read ends in staging and nowhere else, so one of unknown fate puts no page of a target in doubt. Where it may still
+write, chunks of others are put elsewhere in the ring. Without a place that is left over, the pipeline is `exhausted`:
+only the end of the process makes an end of late bytes.
 """
 
 from __future__ import annotations
@@ -99,22 +103,34 @@ class _Again:
 
 @dataclass
 class _Pull:
-    """`next_chunk`: the first that was never read. `held`: chunks that hold staging."""
+    """`next_chunk`: the first that was never read. `held`: chunks that hold staging, `rings`: where it puts them.
+
+    `turned`: the request's ring by its first slot, where it was turned out of the way of late bytes.
+    """
 
     request: PullRequest
     next_chunk: int = 0
     placed: int = 0
     deadline_ns: int | None = None
     held: dict[int, _Span] = field(default_factory=dict)
+    rings: dict[int, RingPull] = field(default_factory=dict)
+    turned: dict[int, RingPull] = field(default_factory=dict)
     again: list[_Again] = field(default_factory=list)
     tries: dict[int, int] = field(default_factory=dict)
     moved_bytes: int = 0
     busy_ns: int = 0
     ended: tuple[Outcome, KVError | None] | None = field(default=None)
 
-    def span(self, chunk: int) -> _Span:
-        """Staging of a chunk."""
-        return _Span(*self.request.ring.staging_range(chunk))
+    def ring(self, turn: int) -> RingPull:
+        """The ring, turned by so many slots."""
+        ring = self.request.ring
+        first = (ring.first_slot + turn) % ring.slots
+        return self.turned.setdefault(first, replace(ring, first_slot=first)) if turn else ring
+
+    def let_go(self, chunk: int) -> _Span:
+        """The chunk holds its staging no longer."""
+        del self.rings[chunk]
+        return self.held.pop(chunk)
 
     @property
     def unread(self) -> bool:
@@ -164,6 +180,8 @@ class PullPipeline:
         self._closed = False
         self.retries = 0
         """Chunks read again so far."""
+        self.exhausted = False
+        """Whether late bytes have left some pull without a place: the owner is to end its process."""
 
     def submit(self, request: PullRequest) -> None:
         """Takes a pull. What is wrong with it comes back as its FAILED completion, before a byte moves.
@@ -218,14 +236,13 @@ class PullPipeline:
         pull.moved_bytes += result.moved_bytes
         pull.busy_ns += result.busy_ns
         if result.outcome is Outcome.UNKNOWN_FATE:
-            self._quarantine[result.read_id] = pull.held.pop(chunk)
-            # Also where it was cancelled or had failed: its end must not say that nothing is in flight.
-            pull.ended = (result.outcome, result.error)
+            self._quarantine[result.read_id] = pull.let_go(chunk)
+            pull.ended = pull.ended or (Outcome.FAILED, result.error)
         elif result.outcome is not Outcome.DONE:
-            del pull.held[chunk]
+            pull.let_go(chunk)
             self._try_again(pull, chunk, result)
         elif pull.ended is not None:
-            del pull.held[chunk]
+            pull.let_go(chunk)
         else:
             reach("mover.pull.chunk_read")
             self._place(pull, chunk)
@@ -242,7 +259,7 @@ class PullPipeline:
         pull.again.append(_Again(chunk, self._clock_ns() + RETRY_PAUSE_NS * pull.tries[chunk]))
 
     def _place(self, pull: _Pull, chunk: int) -> None:
-        ring = pull.request.ring
+        ring = pull.rings[chunk]
         if self._on_host:
             try:
                 ring.verify(chunk, self._regions[self._staging])
@@ -258,7 +275,7 @@ class PullPipeline:
         self._placer.submit(plan)
 
     def _fail(self, pull: _Pull, chunk: int, error: KVError) -> None:
-        del pull.held[chunk]
+        pull.let_go(chunk)
         pull.ended = pull.ended or (Outcome.FAILED, error)
 
     def _after_placement(self, completion: Completion) -> None:
@@ -271,7 +288,7 @@ class PullPipeline:
             except ChecksumMismatch as error:
                 self._fail(pull, chunk, error)
                 return
-        del pull.held[chunk]
+        pull.let_go(chunk)
         if completion.outcome is Outcome.DONE:
             reach("mover.pull.chunk_placed")
             pull.placed += 1
@@ -289,24 +306,30 @@ class PullPipeline:
             chunk = pull.due(now)
             if chunk is None:
                 continue
-            span = pull.span(chunk)
-            if any(span.overlaps(late) for late in self._quarantine.values()):
-                pull.ended = (
-                    Outcome.FAILED,
-                    TransferFailed(
-                        f"pull {pull_id}: chunk {chunk} needs staging that a read of unknown fate may yet write; "
-                        "use other staging or restart this mover"
-                    ),
-                )
+            ring = self._ring_for(pull, chunk)
+            if ring is None:
+                self.exhausted = True
+                late = f"reads of unknown fate may yet write into all staging that chunk {chunk} could use"
+                pull.ended = (Outcome.FAILED, TransferFailed(f"pull {pull_id}: {late}; this mover must end"))
                 continue
+            span = _Span(*ring.staging_range(chunk))
             if any(span.overlaps(other) for other in taken):
                 taken.append(span)  # later pulls must not take what this one waits for
                 continue
             self._turns.remove(pull_id)
             self._turns.append(pull_id)
-            self._start(pull, chunk, span)
+            self._start(pull, chunk, ring, span)
             return True
         return False
+
+    def _ring_for(self, pull: _Pull, chunk: int) -> RingPull | None:
+        """The pull's ring, turned until no late byte can reach the chunk; None when there is no such place."""
+        for turn in range(pull.request.ring.slots):
+            ring = pull.ring(turn)
+            span = _Span(*ring.staging_range(chunk))
+            if not any(span.overlaps(late) for late in self._quarantine.values()):
+                return ring
+        return None
 
     def _is_over(self, pull: _Pull, now: int) -> bool:
         """Ends a pull that has no chunk left, or no time."""
@@ -321,7 +344,7 @@ class PullPipeline:
             )
         return pull.ended is not None
 
-    def _start(self, pull: _Pull, chunk: int, span: _Span) -> None:
+    def _start(self, pull: _Pull, chunk: int, ring: RingPull, span: _Span) -> None:
         self._progressed = True
         request = pull.request
         if pull.again:
@@ -337,9 +360,9 @@ class PullPipeline:
         if pull.deadline_ns is None:
             pull.deadline_ns = self._clock_ns() + request.deadline_ns
         read = self._reader.read_packed if request.packed else self._reader.read
-        addresses, offsets, lengths = request.ring.reads(chunk)
+        addresses, offsets, lengths = ring.reads(chunk)
         read_id = read(request.agent_name, addresses, self._staging, offsets, lengths, pull.deadline_ns)
-        pull.held[chunk] = span
+        pull.held[chunk], pull.rings[chunk] = span, ring
         self._reading[read_id] = pull, chunk
 
     def _end(self, pull: _Pull) -> Completion:
@@ -372,12 +395,12 @@ class PullPipeline:
         return list(self._pulls)
 
     def abandon(self) -> list[Completion]:
-        """For a process that ends: a last result for every pull. Reads in flight are of unknown fate."""
+        """For a process that ends: a last result for every pull. Placements in flight are of unknown fate."""
         self._closed = True
         completions = self.poll()
         for pull_id, pull in list(self._pulls.items()):
-            if any(of is pull for of, _ in self._reading.values()):
-                late = TransferFailed(f"pull {pull_id}: the mover stopped during a read")
+            if any(of is pull for of, _ in self._placing.values()):
+                late = TransferFailed(f"pull {pull_id}: the mover stopped while bytes were placed")
                 pull.ended = (Outcome.UNKNOWN_FATE, late)
             elif pull.ended is None:
                 pull.ended = (Outcome.CANCELLED, None)

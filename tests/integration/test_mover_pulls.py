@@ -284,35 +284,70 @@ def test_a_pull_cancelled_during_a_read_waits_for_it_and_places_nothing(tmp_path
         assert target.client.list() == []
 
 
-def test_a_hung_source_ends_in_unknown_fate_and_its_staging_is_quarantined_until_the_bytes_came(tmp_path):
+def test_a_hung_source_costs_a_piece_of_staging_and_nobody_else_notices(tmp_path):
     """TCP, where a stopped peer delivers nothing and never errs; its bytes come when it goes on."""
-    with two_movers(tmp_path, "--ucx-transports", "tcp,self") as (source, target, process):
-        places = _pulled_once(source, target)
-        target.client.memory[50][:] = POISON
-        target.client.memory[60][:] = POISON
+    arguments = ("--ucx-transports", "tcp,self")
+    with two_movers(tmp_path, *arguments) as (hung, target, process), running(tmp_path / "other", *arguments) as (_, at):
+        other = Source(at, seed=6)
+        places = _pulled_once(hung, target)
+        for region in (50, 60, 70):
+            target.client.memory[region][:] = POISON
         process.send_signal(signal.SIGSTOP)
-        target.client.link.pull(source.pull(2, places, deadline_ns=SECOND_NS // 2))
+        target.client.link.pull(hung.pull(2, places, slots=3, deadline_ns=SECOND_NS // 2))
         late = target.client.completions(1)[2]
-        assert late.outcome == pb.Completion.UNKNOWN_FATE
-        assert late.error.reason == pb.TRANSFER_TIMEOUT
-        target.client.link.pull(source.pull(3, places, 4))
-        refused = target.client.completions(1)[3]
-        assert refused.outcome == pb.Completion.FAILED
-        assert "unknown fate" in refused.error.message
-        assert (target.client.memory[60] == POISON).all(), "nothing was placed"
+        assert (late.outcome, late.error.reason) == (pb.Completion.FAILED, pb.TRANSFER_TIMEOUT)
+        for pull_id in (3, 4):  # three chunks each, in the two places that are left
+            target.client.link.pull(other.pull(pull_id, target.places(1, seed=pull_id), slots=3))
+            assert target.client.completions(1)[pull_id].outcome == pb.Completion.DONE
+        target.client.memory[61][:] = POISON
+        target.client.memory[71][:] = POISON
+        target.client.link.pull(other.pull(5, target.places(1, seed=5), slots=3))
+        assert target.client.completions(1)[5].outcome == pb.Completion.DONE
+        target.check(other, target.places(1, seed=5))
+        first = target.client.memory[50][: 8 * Source.LAYOUT.page_bytes]
+        assert (first == POISON).all(), "nobody uses the place where late bytes may land"
         process.send_signal(signal.SIGCONT)
         give_up = time.monotonic() + WAIT_S
-        for pull_id in range(4, 1000):
-            target.client.link.pull(source.pull(pull_id, places))
-            if target.client.completions(1)[pull_id].outcome == pb.Completion.DONE:
-                break
-            assert time.monotonic() < give_up
-            time.sleep(0.05)
-        target.client.memory[70][:] = POISON
-        target.client.memory[60][:] = POISON
-        target.client.link.pull(source.pull(5000, places))
-        assert target.client.completions(1)[5000].outcome == pb.Completion.DONE
-        target.check(source, places)
+        while (first == POISON).all():
+            assert time.monotonic() < give_up, "the late bytes come"
+            time.sleep(0.01)
+        for region in (60, 70):
+            assert (target.client.memory[region] == POISON).all(), "into staging, and no further"
+        target.client.link.pull(hung.pull(6, places, slots=3))
+        assert target.client.completions(1)[6].outcome == pb.Completion.DONE
+        target.check(hung, places)
+        other.client.close()
+
+
+def test_a_mover_whose_staging_is_all_in_doubt_ends_and_takes_the_late_reads_with_it(tmp_path):
+    """The end of its process is the fence: what the peer sends afterwards goes nowhere."""
+    arguments = ("--ucx-transports", "tcp,self")
+    with (
+        running(tmp_path / "prefill", *arguments) as (source_process, source_path),
+        running(tmp_path / "decode", *arguments) as (target_process, target_path),
+    ):
+        source, target = Source(source_path, seed=5), Target(target_path)
+        places = _pulled_once(source, target)
+        for region in (50, 60, 70):
+            target.client.memory[region][:] = POISON
+        source_process.send_signal(signal.SIGSTOP)
+        target.client.link.pull(source.pull(2, places, deadline_ns=SECOND_NS // 2))
+        assert target.client.completions(1)[2].outcome == pb.Completion.FAILED
+        target.client.link.submit(reversed_pieces(3, 60, 61, [0]))
+        assert target.client.completions(1)[3].outcome == pb.Completion.DONE, "it still copies for its own node"
+        target.client.link.pull(source.pull(4, places))
+        refused = target.client.completions(1)[4]
+        assert (refused.outcome, "must end" in refused.error.message) == (pb.Completion.FAILED, True)
+        assert target_process.wait(WAIT_S) == 0
+        source_process.send_signal(signal.SIGCONT)
+        with running(tmp_path / "decode", *arguments) as (_, again):
+            fresh = Target(again)
+            fresh.client.link.pull(source.pull(5, fresh.places(0, seed=3)))
+            assert fresh.client.completions(1)[5].outcome in (pb.Completion.DONE, pb.Completion.FAILED)
+            fresh.client.close()
+        for region in (50, 60, 70):
+            assert (target.client.memory[region] == POISON).all(), "no late byte has landed anywhere"
+        source.client.close()
 
 
 def test_pulls_without_staging_are_refused(tmp_path):
