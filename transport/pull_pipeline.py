@@ -13,8 +13,9 @@ once; who waits longest goes first, and nobody overtakes it into a range that it
 the rest of the pull is not.
 
 A read ends in staging and nowhere else, so one of unknown fate puts no page of a target in doubt. Where it may still
-write, chunks of others are put elsewhere in the ring. Without a place that is left over, the pipeline is `exhausted`:
-only the end of the process makes an end of late bytes.
+write, chunks of others are put elsewhere in the ring, and nothing more is read from that peer until it has ended.
+One peer gets three quarters of the ring at most, so one that hangs leaves room. Without a place that is left over,
+the pipeline is `exhausted`: only the end of the process makes an end of late bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kvmanager.errors import (
     Draining,
     InvalidArgument,
     KVError,
+    PeerUnreachable,
     TransferError,
     TransferFailed,
     TransferTimeout,
@@ -83,10 +85,11 @@ class PullRequest:
 
 @dataclass(frozen=True)
 class _Span:
-    """Bytes [start, end) of staging."""
+    """Bytes [start, end) of staging, and the agent that they are read from."""
 
     start: int
     end: int
+    agent: str
 
     def overlaps(self, other: _Span) -> bool:
         """Whether any byte is in both."""
@@ -306,13 +309,19 @@ class PullPipeline:
             chunk = pull.due(now)
             if chunk is None:
                 continue
+            agent = pull.request.agent_name
+            if any(late.agent == agent for late in self._quarantine.values()):
+                pull.ended = (Outcome.FAILED, PeerUnreachable(f"agent {agent!r} hangs: reads from it are overdue"))
+                continue
             ring = self._ring_for(pull, chunk)
             if ring is None:
                 self.exhausted = True
                 late = f"reads of unknown fate may yet write into all staging that chunk {chunk} could use"
                 pull.ended = (Outcome.FAILED, TransferFailed(f"pull {pull_id}: {late}; this mover must end"))
                 continue
-            span = _Span(*ring.staging_range(chunk))
+            span = _Span(*ring.staging_range(chunk), agent)
+            if self._has_its_share(ring, span):
+                continue
             if any(span.overlaps(other) for other in taken):
                 taken.append(span)  # later pulls must not take what this one waits for
                 continue
@@ -322,11 +331,17 @@ class PullPipeline:
             return True
         return False
 
+    def _has_its_share(self, ring: RingPull, span: _Span) -> bool:
+        """Whether reads from the peer would take more than three quarters of the ring. One always may."""
+        held = [other for pull, chunk in self._reading.values() if (other := pull.held[chunk]).agent == span.agent]
+        share = 3 * ring.slots * ring.chunk_pages * ring.page_bytes // 4
+        return bool(held) and sum(other.end - other.start for other in [*held, span]) > share
+
     def _ring_for(self, pull: _Pull, chunk: int) -> RingPull | None:
         """The pull's ring, turned until no late byte can reach the chunk; None when there is no such place."""
         for turn in range(pull.request.ring.slots):
             ring = pull.ring(turn)
-            span = _Span(*ring.staging_range(chunk))
+            span = _Span(*ring.staging_range(chunk), pull.request.agent_name)
             if not any(span.overlaps(late) for late in self._quarantine.values()):
                 return ring
         return None

@@ -71,9 +71,10 @@ class Bench:
         self.reader, self.now = HandReader(), 0
         self.pipeline = PullPipeline(self.reader, regions, STAGING, lambda: self.now, ahead=ahead)
 
-    def submit(self, pull_id, *spans, deadline_ns=10**9, metadata=b"", slots=1):
+    def submit(self, pull_id, *spans, deadline_ns=10**9, metadata=b"", slots=1, peer=""):
+        """`peer`: where it is read from; empty: each pull has a peer of its own."""
         ring = replace(_ring(*spans), slots=slots)
-        self.pipeline.submit(PullRequest(pull_id, "peer", metadata, ring, deadline_ns))
+        self.pipeline.submit(PullRequest(pull_id, peer or f"peer {pull_id}", metadata, ring, deadline_ns))
 
     def polls(self, count=6):
         return {c.plan_id: c for _ in range(count) for c in self.pipeline.poll()}
@@ -202,6 +203,39 @@ def test_chunks_go_elsewhere_in_the_ring_while_late_bytes_may_land_in_their_plac
     assert bench.started[-1] == 0, "what has settled is used again"
 
 
+def test_a_peer_that_hangs_is_asked_for_nothing_more_until_its_late_bytes_have_come(bench):
+    bench.submit(1, (0, 10), peer="hangs")
+    bench.polls()
+    bench.reader.end(1, Outcome.UNKNOWN_FATE, TransferTimeout("late"))
+    bench.polls()
+    bench.submit(2, (100, 110), peer="hangs")
+    bench.submit(3, (100, 110), peer="does not")
+    ended = bench.polls()
+    assert set(ended) == {2}
+    assert isinstance(ended[2].error, PeerUnreachable)
+    assert bench.started == [0, 100]
+    bench.reader.settle(1)
+    bench.reader.end(2)
+    bench.polls()
+    bench.submit(4, (100, 110), peer="hangs")
+    bench.polls()
+    assert bench.started == [0, 100, 100]
+
+
+def test_a_peer_leaves_a_quarter_of_the_ring_to_others():
+    bench = Bench(ahead=4)
+    bench.submit(1, *[(0, 10)] * 4, slots=4, peer="one")
+    bench.submit(2, *[(0, 10)] * 4, slots=4, peer="one")
+    bench.polls()
+    assert sorted(bench.started) == [0, 10, 20]
+    bench.submit(3, (30, 40), peer="two")
+    bench.polls()
+    assert sorted(bench.started) == [0, 10, 20, 30]
+    bench.reader.end(1)
+    bench.polls()
+    assert len(bench.started) == 5
+
+
 def test_a_pull_ends_only_when_its_placements_have(bench):
     """Late bytes of one chunk say nothing of another that is being placed."""
     bench = Bench(ahead=2)
@@ -301,7 +335,7 @@ def test_several_chunks_of_a_pull_are_under_way_where_reads_do_not_block():
 
 def test_a_cancelled_pull_whose_read_hangs_ends_by_its_deadline():
     bench = Bench(ahead=2)
-    bench.submit(1, *[(0, 10)] * 2, slots=2)
+    bench.submit(1, *[(0, 10)] * 2, slots=3)
     bench.polls()
     bench.pipeline.cancel(1)
     bench.reader.end(1, Outcome.FAILED, TransferFailed("torn"))
