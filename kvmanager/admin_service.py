@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 
 from kvmanager import __version__
+from kvmanager.auditlog import audited
 from kvmanager.callers import Callers, typed
 from kvmanager.core.audit import ledger_holds
 from kvmanager.core.extents import SharedRegion
@@ -19,6 +20,7 @@ from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.reclaim import reclaimable_slabs
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, CopyState
 from kvmanager.core.state import Engine, State
+from kvmanager.core.tickets import tenant_of
 from kvmanager.errors import InvalidArgument
 from kvmanager.faultin import FaultIn
 from kvmanager.fencing import Fence
@@ -28,7 +30,6 @@ from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.wire import pack_u32
 
-ROLES = ("operator", "engine", "peer")
 PREFIX_ROWS = 100
 UNASSIGNED = 255
 
@@ -64,8 +65,8 @@ class AdminService(pb_grpc.AdminServicer):
     @typed
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:  # noqa: ARG002
         """Engines, movers, counters, and whether every pool's states sum to its capacity."""
-        self._callers.who(context, *ROLES)
-        reply = self._loop.inspect(self._status)
+        tenant = self._callers.viewer(context)
+        reply = self._loop.inspect(lambda node: self._status(node, tenant))
         info = self._mover.info
         reply.boot_id = self._boot_id
         reply.version = __version__
@@ -83,9 +84,9 @@ class AdminService(pb_grpc.AdminServicer):
         )
         return reply
 
-    def _status(self, node: Node) -> pb.StatusReply:
-        reply = _status(node)
-        for engine, entry in zip(node.state.all_engines(), reply.engines, strict=True):
+    def _status(self, node: Node, tenant: str | None) -> pb.StatusReply:
+        reply = _status(node, tenant)
+        for engine, entry in zip(_engines(node.state, tenant), reply.engines, strict=True):
             if not engine.trusted:
                 entry.suspect_ns = max(node.state.now - engine.suspect_ns, 1)
                 key = (engine.name, engine.epoch)
@@ -97,7 +98,7 @@ class AdminService(pb_grpc.AdminServicer):
     @typed
     def Pools(self, request: pb.PoolsRequest, context: grpc.ServicerContext) -> pb.PoolsReply:  # noqa: ARG002
         """The account of every pool."""
-        self._callers.who(context, *ROLES)
+        self._callers.viewer(context)
         return self._loop.inspect(
             lambda node: pb.PoolsReply(
                 pools=[_pool(g, p) for g in node.state.groups.values() for p in g.pools.values()],
@@ -108,52 +109,58 @@ class AdminService(pb_grpc.AdminServicer):
     @typed
     def Map(self, request: pb.MapRequest, context: grpc.ServicerContext) -> pb.MapReply:
         """One entry an accounting unit. Raises InvalidArgument for an unknown pool."""
-        self._callers.who(context, *ROLES)
+        self._callers.sees_all(context)
         return self._loop.inspect(lambda node: _map(node, request.pool))
 
     @typed
     def Requests(self, request: pb.RequestsRequest, context: grpc.ServicerContext) -> pb.RequestsReply:  # noqa: ARG002
         """Every admitted request."""
-        self._callers.who(context, *ROLES)
-        return self._loop.inspect(_requests)
+        tenant = self._callers.viewer(context)
+        return self._loop.inspect(lambda node: _requests(node, tenant))
 
     @typed
     def Prefixes(self, request: pb.PrefixesRequest, context: grpc.ServicerContext) -> pb.PrefixesReply:
         """Cached prefixes, one row a leaf, newest first."""
-        self._callers.who(context, *ROLES)
-        return self._loop.inspect(lambda node: _prefixes(node.state, request.limit or PREFIX_ROWS))
+        tenant = self._callers.viewer(context)
+        return self._loop.inspect(lambda node: _prefixes(node.state, request.limit or PREFIX_ROWS, tenant))
 
     @typed
     def Leases(self, request: pb.LeasesRequest, context: grpc.ServicerContext) -> pb.LeasesReply:  # noqa: ARG002
         """Every ticket that pins pages."""
-        self._callers.who(context, *ROLES)
-        return self._loop.inspect(lambda node: _leases(node.state))
+        tenant = self._callers.viewer(context)
+        return self._loop.inspect(lambda node: _leases(node.state, tenant))
 
     @typed
     def Reset(self, request: pb.ResetRequest, context: grpc.ServicerContext) -> pb.ResetReply:
         """Nothing that a group has cached is found any more. Raises InvalidArgument for an unknown group."""
-        self._callers.who(context, "operator")
-        done: ResetDone = self._loop.call(Reset(request.group))
+        with audited(self._callers, context, f"reset {request.group}"):
+            done: ResetDone = self._loop.call(Reset(request.group))
         return pb.ResetReply(forgotten_spans=done.forgotten_spans, held_spans=done.held_spans)
 
     @typed
     def Upgrade(self, request: pb.UpgradeRequest, context: grpc.ServicerContext) -> pb.UpgradeReply:  # noqa: ARG002
         """Has the daemon replaced once the answer is out. Raises JournalMismatch when a new one could not go on."""
-        self._callers.who(context, "operator")
-        self._check_successor()
-        context.add_callback(self._replace)
+        with audited(self._callers, context, "upgrade"):
+            self._check_successor()
+            context.add_callback(self._replace)
         return pb.UpgradeReply(boot_id=self._boot_id)
 
 
-def _status(node: Node) -> pb.StatusReply:
+def _engines(state: State, tenant: str | None) -> list[Engine]:
+    """A tenant's, or all."""
+    return [e for e in state.all_engines() if tenant in (None, state.tenants.name_of(e.namespace))]
+
+
+def _status(node: Node, tenant: str | None) -> pb.StatusReply:
+    """Counters are of all tenants together, and not for the eyes of one."""
     state = node.state
     pools = {name: pool for group in state.groups.values() for name, pool in group.pools.items()}
     reply = pb.StatusReply(
-        counters=state.counters,
+        counters=state.counters if tenant is None else {},
         ledger_ok=all(map(ledger_holds, pools.values()))
         and all(region.account(pools).total_bytes == region.capacity_bytes for region in state.regions.values()),
     )
-    for engine in state.all_engines():
+    for engine in _engines(state, tenant):
         reply.engines.add(
             engine=engine.name,
             group=engine.group,
@@ -262,9 +269,9 @@ def _map_pool(group: Group, pool: Pool) -> pb.MapReply:
     )
 
 
-def _requests(node: Node) -> pb.RequestsReply:
+def _requests(node: Node, tenant: str | None) -> pb.RequestsReply:
     reply = pb.RequestsReply()
-    for engine in node.state.all_engines():
+    for engine in _engines(node.state, tenant):
         for request in engine.requests.values():
             part = request.chains[0]
             absent = [
@@ -285,13 +292,16 @@ def _requests(node: Node) -> pb.RequestsReply:
     return reply
 
 
-def _prefixes(state: State, limit: int) -> pb.PrefixesReply:
+def _prefixes(state: State, limit: int, tenant: str | None) -> pb.PrefixesReply:
     rows: list[pb.PrefixStatus] = []
     spans = tokens = 0
     for group in state.groups.values():
         for chain in group.chains:
             table = chain.table
             published = np.flatnonzero(table.live & table.published)
+            if tenant is not None:
+                owner = state.tenants.of(table.namespace[published])
+                published = published[owner == state.tenants.numbers.get(tenant, -1)]
             spans += len(published)
             tokens += int(table.valid[published].sum()) * group.spec.page_rows
             leaves = published[table.children[published] == 0]
@@ -321,7 +331,7 @@ def _prefix(group: Group, chain: Chain, leaf: int) -> pb.PrefixStatus:
     )
 
 
-def _leases(state: State) -> pb.LeasesReply:
+def _leases(state: State, tenant: str | None) -> pb.LeasesReply:
     now = time.monotonic_ns()
     return pb.LeasesReply(
         leases=[
@@ -334,5 +344,6 @@ def _leases(state: State) -> pb.LeasesReply:
                 expires_in_ns=max(ticket.expires_ns - now, 0),
             )
             for ticket in state.tickets.values()
+            if tenant in (None, tenant_of(state, ticket))
         ]
     )

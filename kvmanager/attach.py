@@ -36,7 +36,7 @@ from kvmanager.framing import MAX_JSON_BYTES, Frame, FrameReader, json_object, s
 from kvmanager.peerprocess import Peer, read_peer, started_ticks
 from kvmanager.runtime_dir import ATTACH_SOCKET, bind_socket, make_private_dir
 
-ROLES: Final = ("engine", "worker", "operator", "peer")
+ROLES: Final = ("engine", "worker", "operator", "reader", "peer")
 _HOLDS_SOMETHING: Final = ("engine", "worker")
 """Roles whose process must be known to be dead before what it held is used again, also after it left."""
 NAME_MAX_CHARS: Final = 200
@@ -105,6 +105,7 @@ class AttachServer:
       child that holds its lifeline.
     * `fds_for(token, attach_id)` gives the descriptors of an attach, which stay the callee's; a KVError
       is passed on to the client.
+    * `check_role(uid, role)` raises Unauthorized for a role that a user may not have.
     * `on_failure(error)` when a callback raised anything else: the server has stopped and the daemon must.
     """
 
@@ -121,6 +122,7 @@ class AttachServer:
         on_exit: Callable[[str], None],
         fds_for: Callable[[str, int], Sequence[int]],
         on_failure: Callable[[Exception], None],
+        check_role: Callable[[int, str], None] = lambda _uid, _role: None,
     ) -> None:
         self.path: Final = runtime_dir / ATTACH_SOCKET
         self.trust(trust_uids)
@@ -132,6 +134,7 @@ class AttachServer:
         self._on_exit = on_exit
         self._fds_for = fds_for
         self._on_failure = on_failure
+        self._check_role = check_role
         # Connections by token, until exit. Written by the thread only, read by `identity_of` under the lock.
         self._attached: dict[str, _Connection] = {}
         self._lock = threading.Lock()
@@ -330,6 +333,7 @@ class AttachServer:
         if not isinstance(name, str) or not 0 < len(name) <= NAME_MAX_CHARS:
             raise InvalidArgument(f"name {str(name)[:40]!r} is not a text of 1 to {NAME_MAX_CHARS} characters")
         peer = connection.peer
+        self._check_role(peer.uid, str(role))
         started = started_ticks(peer.pid)
         known = self._known(connection, started, str(role), name)
         if known is not None:

@@ -28,7 +28,7 @@ from kvmanager.hostregions import HostShare, shared_host_regions
 from kvmanager.layout import KVFormat, format_named
 from kvmanager.moverconfig import MoverSection
 from kvmanager.operationsconfig import OPERATIONS, HealthSection, HistorySection, MetricsSection
-from kvmanager.securityconfig import SECURITY, PeerSection, TlsSection, check_tcp
+from kvmanager.securityconfig import SECURITY, AccessSection, PeerSection, TlsSection, check_tcp
 from kvmanager.units import MILLISECOND_NS, format_bytes
 
 HOUR_MS: Final = 3_600_000
@@ -245,6 +245,7 @@ class NodeConfig:
     history: HistorySection
     tls: TlsSection
     peer: PeerSection
+    access: AccessSection
     groups: tuple[GroupSection, ...]
     tenants: tuple[TenantSection, ...] = ()
     events: tuple[EventsSection, ...] = ()
@@ -339,6 +340,7 @@ _TABLES: Final[Mapping[str, type[Any]]] = {
     "history": HistorySection,
     "tls": TlsSection,
     "peer": PeerSection,
+    "access": AccessSection,
 }
 _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
     **OPERATIONS,

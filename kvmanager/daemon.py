@@ -24,6 +24,7 @@ from pathlib import Path
 
 import grpc
 
+from kvmanager.access import OPERATOR, READER, Gatekeeper
 from kvmanager.admin_service import AdminService
 from kvmanager.allocators.backing import host_room
 from kvmanager.allocators.numa import NO_NODE, gpu_node
@@ -133,6 +134,7 @@ class Daemon:
             config.mover.chunk_bytes,
             self._loop.post,
             self._certificates,
+            config.access.peers,
         )
         self._mover = Mover(
             config.node.runtime_dir,
@@ -169,7 +171,8 @@ class Daemon:
         for engine in state.all_engines():
             scheduler = EngineNote.read(engine.note)
             ranks = {attach_id: RankNote.read(note) for attach_id, note in engine.attach_notes.items()}
-            registration = Registration(scheduler.client.token, engine.group, scheduler.namespace)
+            tenant = self._config.tenant_of(scheduler.client.uid)
+            registration = Registration(scheduler.client.token, engine.group, scheduler.namespace, tenant)
             tokens_of_ranks = {attach_id: rank.client.token for attach_id, rank in ranks.items()}
             self._membership.restored(engine.name, engine.epoch, registration, tokens_of_ranks)
             for attach_id, rank in ranks.items():
@@ -189,8 +192,9 @@ class Daemon:
             on_exit=self._on_exit,
             fds_for=lambda token, attach_id: self._workers.fds_for(token, attach_id),
             on_failure=self._fail,
+            check_role=self._config.access.check_role,
         )
-        callers = Callers(attach_server)
+        callers = Callers(attach_server, self._config.tenant_of, self._config.access.sees_all)
         fence = self._config.fence
         self._fence = Fence(fence.action, self._membership, attach_server)
         self._workers = WorkerService(
@@ -204,7 +208,6 @@ class Daemon:
             self._membership,
             self._hub,
             self._gate,
-            self._config.tenant_of,
             self._watch.meter.hot_rows,
         )
         self._door = PeerDoor(self._config.peer, self._certificates)
@@ -224,7 +227,7 @@ class Daemon:
             lambda: check_successor(self._config_path, self._prints),
             self._replace,
         )
-        server = grpc_server(self._config.fence, self._watch.calls)
+        server = grpc_server(self._config.fence, self._watch.calls, Gatekeeper(callers))
         operator = OperatorService(
             self.reloader.config, self._loop, callers, self._history, self._cordon, lambda: self.state, self._fail
         )
@@ -408,7 +411,7 @@ class Daemon:
         self._over.set()
 
     def _on_attach(self, identity: ClientIdentity) -> None:
-        if identity.role == "operator":
+        if identity.role in (OPERATOR, READER):
             return
         if self._state == "draining":
             raise Draining("the node drains; attach to another")

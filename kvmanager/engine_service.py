@@ -65,14 +65,9 @@ class EngineService(pb_grpc.EngineServicer):
         membership: Membership,
         hub: SessionHub,
         gate: Gate,
-        tenant_of: Callable[[int], str],
         hot_rows: Callable[[str, int, int, int], None],
     ) -> None:
-        """`tenant_of(uid)`: the tenant that a user's engines belong to.
-
-        `hot_rows(engine, epoch, hits, misses)` is told what engines report.
-        """
-        self._tenant_of = tenant_of
+        """`hot_rows(engine, epoch, hits, misses)` is told what engines report."""
         self._hot_rows = hot_rows
         self._boot_id = boot_id
         self._loop = loop
@@ -94,9 +89,9 @@ class EngineService(pb_grpc.EngineServicer):
                 f"{group.spec.kv_format.name!r}; register for a group of your format, or change the node's"
             )
         note = EngineNote(ClientNote.of(identity), request.namespace).stored()
-        event = replace(register_event(request, tenant=self._tenant_of(identity.uid)), note=note)
+        event = replace(register_event(request, tenant=self._callers.tenant_of(identity.uid)), note=note)
         answer: Registered = self._loop.call(event)
-        registration = Registration(identity.token, request.group, request.namespace)
+        registration = Registration(identity.token, request.group, request.namespace, event.tenant)
         self._membership.registered(request.engine, answer.epoch, registration)
         self._callers.confirm(identity.token, self._membership.disconnected, self._membership.exited)
         _log.info("engine %s epoch %d registered for group %s", request.engine, answer.epoch, request.group)

@@ -21,11 +21,11 @@ STREAM_THREADS: Final = 64
 """Concurrent calls; each open session holds one."""
 
 
-def grpc_server(fence: FenceSection, interceptor: grpc.ServerInterceptor[Any, Any]) -> grpc.Server:
+def grpc_server(fence: FenceSection, *interceptors: grpc.ServerInterceptor[Any, Any]) -> grpc.Server:
     """Without services and ports yet."""
     return grpc.server(
         ThreadPoolExecutor(max_workers=STREAM_THREADS, thread_name_prefix="grpc"),
-        interceptors=[interceptor],
+        interceptors=list(interceptors),
         # More are refused with RESOURCE_EXHAUSTED; without the limit they would wait for a thread, unanswered.
         maximum_concurrent_rpcs=STREAM_THREADS,
         options=[

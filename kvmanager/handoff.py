@@ -109,14 +109,15 @@ class Handoffs:
         chunk_bytes: int,
         post: Callable[[Event], None],
         certificates: Certificates | None = None,
+        peer_uids: tuple[int, ...] = (),
     ) -> None:
-        """`certificates`: to call nodes of other machines with."""
+        """`certificates`: to call nodes of other machines with. `peer_uids`: who runs those of this machine."""
         self._node = node
         self._groups = groups
         self._staging_bytes = staging_bytes
         self._chunk_bytes = chunk_bytes
         self._post = post
-        self._peers = Peers(node, certificates)
+        self._peers = Peers(node, certificates, peer_uids)
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="handoff")
         self._pulls: dict[int, _Pull] = {}
         self._lock = threading.Lock()  # guards `_pulls` and `_closed`
@@ -243,7 +244,7 @@ class Handoffs:
 
     def _accept(self, effect: StartPull) -> pb.AcceptReply:
         ticket = pb.Ticket(ticket_id=effect.ticket.ticket_id)
-        request = pb.AcceptRequest(ticket=ticket, target_node=self._node)
+        request = pb.AcceptRequest(ticket=ticket, target_node=self._node, tenant=effect.tenant)
         accepted: pb.AcceptReply = self._peers.call(effect.ticket.node_address, "Accept", request, ACCEPT_DEADLINE_S)
         return accepted
 

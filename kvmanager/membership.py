@@ -23,11 +23,12 @@ EngineKey = tuple[str, int]
 
 @dataclass(frozen=True)
 class Registration:
-    """What an epoch was registered with. `token`: its scheduler's."""
+    """What an epoch was registered with. `token`: its scheduler's. `tenant`: whose it is, by that token."""
 
     token: str
     group: str
     namespace: pb.Namespace
+    tenant: str = ""
 
 
 @dataclass

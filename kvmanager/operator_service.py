@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import grpc
 
 from kvmanager import explainlive, operatorviews
+from kvmanager.auditlog import audited
 from kvmanager.callers import Callers, typed
 from kvmanager.config import NodeConfig
 from kvmanager.core.group import Group
@@ -24,7 +24,7 @@ from kvmanager.core.operatorevents import (
     PinPrefix,
     UnpinPrefix,
 )
-from kvmanager.errors import InvalidArgument, InvariantViolation, KVError
+from kvmanager.errors import InvalidArgument, InvariantViolation
 from kvmanager.explain import StoryLine, check_kind, happened, nothing_known, request_name
 from kvmanager.fsck import check_copy, compare_sums
 from kvmanager.history import History
@@ -36,12 +36,11 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 CHECKSUM_SPANS_MAX = 1 << 20
 STORY_LINES_MAX = 1_000
 """Of a story only so many newest lines are told."""
-_audit = logging.getLogger("kvmanager.audit")
 _log = logging.getLogger("kvmanager.operator")
 
 
 class OperatorService(pb_grpc.OperatorServicer):
-    """Operators only. Every call that changes something leaves a line in the log: who, what, and how it ended."""
+    """For operators; a reader of all tenants may look. What changes anything is in the audit log."""
 
     def __init__(
         self,
@@ -65,42 +64,30 @@ class OperatorService(pb_grpc.OperatorServicer):
         self._state = state
         self._fail = fail
 
-    @contextmanager
-    def _audited(self, context: grpc.ServicerContext, what: str) -> Iterator[None]:
-        """An operator does something: one line, also when it is refused."""
-        who = self._callers.who(context, "operator")
-        by = f"uid {who.uid} pid {who.pid} ({who.name}): {what}"
-        try:
-            yield
-        except KVError as error:
-            _audit.warning("%s: refused, %s", by, error)
-            raise
-        _audit.warning("%s: done", by)
-
     # ------------------------------------------------------------------------------ looking
 
     @typed
     def Transfers(self, request: pb.TransfersRequest, context: grpc.ServicerContext) -> pb.TransfersReply:  # noqa: ARG002
         """Plans and pulls under way."""
-        self._callers.who(context, "operator")
+        self._callers.sees_all(context)
         return self._loop.inspect(lambda node: operatorviews.transfers(node, self._config().node.device))
 
     @typed
     def Pins(self, request: pb.PinsRequest, context: grpc.ServicerContext) -> pb.PinsReply:  # noqa: ARG002
         """All pins."""
-        self._callers.who(context, "operator")
+        self._callers.sees_all(context)
         return self._loop.inspect(operatorviews.pins)
 
     @typed
     def Config(self, request: pb.ConfigRequest, context: grpc.ServicerContext) -> pb.ConfigReply:  # noqa: ARG002
         """The effective configuration."""
-        self._callers.who(context, "operator")
+        self._callers.sees_all(context)
         return pb.ConfigReply(json=json.dumps(dataclasses.asdict(self._config()), default=str))
 
     @typed
     def Explain(self, request: pb.ExplainRequest, context: grpc.ServicerContext) -> pb.ExplainReply:
         """A story. Raises InvalidArgument for an id that can't be one, UnknownRequest for one that nobody knows."""
-        self._callers.who(context, "operator")
+        self._callers.sees_all(context)
         check_kind(request.kind)
         if request.kind == "page":
             said: tuple[StoryLine, ...] = ()
@@ -121,7 +108,10 @@ class OperatorService(pb_grpc.OperatorServicer):
     @typed
     def Fsck(self, request: pb.FsckRequest, context: grpc.ServicerContext) -> pb.FsckReply:
         """Checks everything on a copy; a broken invariant stops the daemon once the answer is out."""
-        self._callers.who(context, "operator")
+        with audited(self._callers, context, f"fsck, {request.checksum_spans} spans' checksums"):
+            return self._fsck(request, context)
+
+    def _fsck(self, request: pb.FsckRequest, context: grpc.ServicerContext) -> pb.FsckReply:
         if request.checksum_spans > CHECKSUM_SPANS_MAX:
             raise InvalidArgument(f"checksum_spans {request.checksum_spans} is above {CHECKSUM_SPANS_MAX}")
         checked = check_copy(self._loop)
@@ -141,7 +131,7 @@ class OperatorService(pb_grpc.OperatorServicer):
     @typed
     def Cordon(self, request: pb.CordonRequest, context: grpc.ServicerContext) -> pb.CordonReply:
         """Lets nothing new in, or does again."""
-        with self._audited(context, f"drain ({request.why})" if request.why else "undrain"):
+        with audited(self._callers, context, f"drain ({request.why})" if request.why else "undrain"):
             before = self._loop.inspect(lambda node: node.state.cordon)
             self._loop.call(Cordon(request.why))
             self._cordon(request.why)
@@ -153,7 +143,7 @@ class OperatorService(pb_grpc.OperatorServicer):
         what = request.WhichOneof("what")
         share = f"{request.share.pool} {request.share.free_percent} %" if what == "share" else ""
         meant = share or request.key or request.tenant
-        with self._audited(context, f"evict {what} {meant} in {request.group}"):
+        with audited(self._callers, context, f"evict {what} {meant} in {request.group}"):
             done: Evicted = self._loop.call(self._evict_event(request, what))
         return pb.EvictReply(forgotten_spans=done.forgotten_spans, held_spans=done.held_spans)
 
@@ -177,7 +167,7 @@ class OperatorService(pb_grpc.OperatorServicer):
     @typed
     def Pin(self, request: pb.PinRequest, context: grpc.ServicerContext) -> pb.PinStatus:
         """Keeps a cached prefix."""
-        with self._audited(context, f"pin {request.key} in {request.group} as {request.pin_id!r}"):
+        with audited(self._callers, context, f"pin {request.key} in {request.group} as {request.pin_id!r}"):
             key = self._full_key(request.group, request.key)
             done: Pinned = self._loop.call(PinPrefix(request.pin_id, request.group, key))
         return pb.PinStatus(
@@ -187,7 +177,7 @@ class OperatorService(pb_grpc.OperatorServicer):
     @typed
     def Unpin(self, request: pb.UnpinRequest, context: grpc.ServicerContext) -> pb.PinStatus:
         """Lets a pinned prefix go."""
-        with self._audited(context, f"unpin {request.pin_id!r}"):
+        with audited(self._callers, context, f"unpin {request.pin_id!r}"):
             was = {pin.pin_id: pin for pin in self._loop.inspect(operatorviews.pins).pins}.get(request.pin_id)
             done: Pinned = self._loop.call(UnpinPrefix(request.pin_id))
         reply = pb.PinStatus(pin_id=done.pin_id, spans=done.spans, tokens=done.tokens)
@@ -199,7 +189,7 @@ class OperatorService(pb_grpc.OperatorServicer):
     def SetLogLevel(self, request: pb.LogLevelRequest, context: grpc.ServicerContext) -> pb.LogLevelReply:
         """Changes what is logged."""
         name = request.logger or "kvmanager"
-        with self._audited(context, f"loglevel {request.level} of {name}"):
+        with audited(self._callers, context, f"loglevel {request.level} of {name}"):
             if request.level not in LEVELS:
                 raise InvalidArgument(f"no level {request.level!r}; there are {', '.join(LEVELS)}")
             if name != "kvmanager" and name not in logging.Logger.manager.loggerDict:

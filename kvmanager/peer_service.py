@@ -22,6 +22,7 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.node import Node
 from kvmanager.core.spec import ChainSpec, GroupSpec, Placement
+from kvmanager.core.tickets import tenant_of
 from kvmanager.core.verification import ticket_sums
 from kvmanager.errors import LayoutMismatch, NotReady, StaleBoot, StalePage, UnknownLease
 from kvmanager.geometry import Int64Array
@@ -105,7 +106,7 @@ class PeerService(pb_grpc.PeerServicer):
                 raise LayoutMismatch(
                     f"group {group} keeps its KV in {len(chain.classes)} page classes; export from a sharded group"
                 )
-        answer: TicketPages = self._loop.call(AcceptTicket(ticket_id, holder))
+        answer: TicketPages = self._loop.call(AcceptTicket(ticket_id, holder, request.tenant))
         sums = self._loop.inspect(lambda node: ticket_sums(node.state, ticket_id))
         agent = self._mover.agent()
         info = self._mover.info
@@ -128,9 +129,14 @@ class PeerService(pb_grpc.PeerServicer):
     @typed
     def Heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
         """Keeps tickets alive."""
-        self._callers.who(context, "peer", "engine")
-        answer = self._loop.call(RenewTickets(tuple(request.ticket_ids)))
-        return pb.HeartbeatReply(unknown_ids=answer.unknown_ids)
+        identity = self._callers.who(context, "peer", "engine")
+        named = list(request.ticket_ids)
+        if identity.role == "engine":  # its own tenant's; of others it must not learn that they are there
+            tenant = self._callers.tenant_of(identity.uid)
+            named = self._loop.inspect(lambda node: _of_tenant(node, named, tenant))
+        answer = self._loop.call(RenewTickets(tuple(named)))
+        alive = {*named} - {*answer.unknown_ids}
+        return pb.HeartbeatReply(unknown_ids=[each for each in request.ticket_ids if each not in alive])
 
     @typed
     def Check(self, request: pb.CheckRequest, context: grpc.ServicerContext) -> pb.CheckReply:
@@ -181,6 +187,12 @@ def _source_chain(
             for rank, region in enumerate(regions)
         ],
     )
+
+
+def _of_tenant(node: Node, ticket_ids: list[str], tenant: str) -> list[str]:
+    """Those that are a tenant's."""
+    tickets = node.state.tickets
+    return [each for each in ticket_ids if each in tickets and tenant_of(node.state, tickets[each]) == tenant]
 
 
 def _group_of(node: Node, ticket_id: str) -> tuple[str, dict[str, int]]:

@@ -30,13 +30,13 @@ _SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc
 class _Local:
     """A node of this machine."""
 
-    def __init__(self, runtime_dir: Path, node: str) -> None:
+    def __init__(self, runtime_dir: Path, node: str, uids: tuple[int, ...]) -> None:
         """Raises Unauthorized where somebody else's process serves there."""
         self._attachment = attach(runtime_dir, "peer", node)
         uid = self._attachment.server_uid
-        if uid not in (os.getuid(), 0):
+        if uid not in (os.getuid(), *uids):
             self._attachment.close()
-            raise Unauthorized(f"{runtime_dir} is served by uid {uid}, not by this node's own user or root")
+            raise Unauthorized(f"{runtime_dir} is served by uid {uid}, whom [access] peers does not name")
         self.channel = grpc_channel(self._attachment)
 
     def why_silent(self, address: str, error: KVError) -> KVError:
@@ -78,8 +78,9 @@ class _Remote:
 class _Peer:
     """One connection. It closes when it was dropped and its last call has ended."""
 
-    def __init__(self, address: str, node: str, certificates: Certificates | None) -> None:
-        self._way = _Local(Path(address), node) if address.startswith("/") else _Remote(address, certificates)
+    def __init__(self, address: str, node: str, certificates: Certificates | None, uids: tuple[int, ...]) -> None:
+        local = address.startswith("/")
+        self._way = _Local(Path(address), node, uids) if local else _Remote(address, certificates)
         self.why_silent = self._way.why_silent
         self.stub = pb_grpc.PeerStub(self._way.channel)
         self._users = 1  # the table's own
@@ -106,10 +107,13 @@ class _Peer:
 class Peers:
     """Calls other daemons' Peer service. Thread-safe; a call never waits for another node's connection."""
 
-    def __init__(self, node: str, certificates: Certificates | None = None) -> None:
-        """`node`: our name, as nodes of this machine see it; those of others see our certificate."""
+    def __init__(self, node: str, certificates: Certificates | None = None, uids: tuple[int, ...] = ()) -> None:
+        """`node`: our name, as nodes of this machine see it; those of others see our certificate.
+
+        `uids`: who, but our own user, runs nodes of this machine that we believe.
+        """
         self._node = node
-        self._certificates = certificates
+        self._certificates, self._uids = certificates, uids
         self._peers: dict[str, _Peer] = {}
         self._closed = False
         self._lock = threading.Lock()
@@ -156,7 +160,7 @@ class Peers:
             if len(self._peers) >= CONNECTIONS_MAX:
                 self._peers.pop(next(iter(self._peers))).let_go()
         try:
-            made = _Peer(address, self._node, self._certificates)
+            made = _Peer(address, self._node, self._certificates, self._uids)
         except Unauthorized:
             raise
         except KVError as error:

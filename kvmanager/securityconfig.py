@@ -1,4 +1,4 @@
-"""`[tls]` and `[peer]` of the configuration: certificates, and where other nodes' daemons come in.
+"""`[tls]`, `[peer]` and `[access]` of the configuration: certificates, where other nodes' daemons come in, and roles.
 
 Whatever listens on TCP does so with mutual TLS. The one exception, plain TCP on a loopback address for what is not
 secret (metrics, KV events), must be asked for.
@@ -7,14 +7,15 @@ secret (metrics, KV events), must be asked for.
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvmanager import configvalues as parse
 from kvmanager.configvalues import Parser
-from kvmanager.errors import ConfigError
+from kvmanager.errors import ConfigError, Unauthorized
 from kvmanager.operationsconfig import UNIX, listen_address
 
 if TYPE_CHECKING:
@@ -54,6 +55,29 @@ class PeerSection:
     nodes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessSection:
+    """`[access]`: uids of more than engines. Of the others in `trust_uids` each is a tenant's.
+
+    operators: may do everything. readers: see everything, all tenants'. peers: whose daemons on this machine may pull,
+    and be pulled from. Who is in none of them may attach as engine, as worker, and as a reader of its own tenant.
+    """
+
+    operators: tuple[int, ...] = field(default_factory=lambda: (os.getuid(),))
+    readers: tuple[int, ...] = ()
+    peers: tuple[int, ...] = field(default_factory=lambda: (os.getuid(),))
+
+    def check_role(self, uid: int, role: str) -> None:
+        """Raises Unauthorized where a user may not attach in this role."""
+        for needed, uids in (("operator", self.operators), ("peer", self.peers)):
+            if role == needed and uid not in uids:
+                raise Unauthorized(f"uid {uid} may not attach as {role!r}; name it in {needed}s in [access]")
+
+    def sees_all(self, uid: int) -> bool:
+        """Whether a reader is shown what is other tenants'."""
+        return uid in self.operators or uid in self.readers
+
+
 def certificate_path(value: object) -> Path:
     """An absolute path."""
     path = Path(parse.text(value))
@@ -86,6 +110,11 @@ def names(value: object) -> tuple[str, ...]:
     return tuple(parse.text(entry) for entry in value)
 
 
+def any_uids(value: object) -> tuple[int, ...]:
+    """User ids, perhaps none."""
+    return () if value == [] else parse.uids(value)
+
+
 SECURITY: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
     TlsSection: {
         "certificate_file": certificate_path,
@@ -94,6 +123,7 @@ SECURITY: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "plain_loopback": parse.switch,
     },
     PeerSection: {"listen": tcp_address, "address": host_and_port, "nodes": names},
+    AccessSection: {"operators": parse.uids, "readers": any_uids, "peers": any_uids},
 }
 """Parsers of the keys."""
 

@@ -44,9 +44,12 @@ class WorkerService(pb_grpc.WorkerServicer):
 
     @typed
     def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
-        """Gives a rank its timeline word and the regions it may map."""
+        """Gives a rank its timeline word and the regions it may map. Raises Unauthorized for another tenant's rank."""
         identity = self._callers.who(context, "worker")
-        spec = self._groups[self._membership.registration(request.engine, request.epoch).group]
+        registration = self._membership.registration(request.engine, request.epoch)
+        if self._callers.tenant_of(identity.uid) != registration.tenant:
+            raise Unauthorized(f"engine {request.engine!r} is another tenant's than uid {identity.uid}")
+        spec = self._groups[registration.group]
         layouts = _layouts(spec, request.rank) if 0 <= request.rank < spec.ranks else []
         before = self._loop.inspect(lambda node: _attached_before(node, request, identity.token))
         if before is not None:  # its answer was lost

@@ -1902,8 +1902,11 @@ class AcceptRequest(_message.Message):
 
     TICKET_FIELD_NUMBER: _builtins.int
     TARGET_NODE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     target_node: _builtins.str
     """name of the node that pulls"""
+    tenant: _builtins.str
+    """name of the tenant whose engine asks for the KV; UNAUTHORIZED unless it is the ticket's"""
     @_builtins.property
     def ticket(self) -> Global___Ticket:
         """only ticket_id is read"""
@@ -1913,10 +1916,11 @@ class AcceptRequest(_message.Message):
         *,
         ticket: Global___Ticket | None = ...,
         target_node: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["target_node", b"target_node", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["target_node", b"target_node", "tenant", b"tenant", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

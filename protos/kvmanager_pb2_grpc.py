@@ -694,7 +694,8 @@ class Peer:
 
 
 class AdminStub:
-    """Views for people and tools (any role but "worker"), and what operators may do.
+    """Views for people and tools (roles "operator" and "reader"), and what operators may do. A reader that is not named in
+    the configuration is shown what is its own tenant's, of what is counted over all only Pools, and no Map.
     """
 
     def __init__(self, channel):
@@ -746,7 +747,8 @@ class AdminStub:
 
 
 class AdminServicer:
-    """Views for people and tools (any role but "worker"), and what operators may do.
+    """Views for people and tools (roles "operator" and "reader"), and what operators may do. A reader that is not named in
+    the configuration is shown what is its own tenant's, of what is counted over all only Pools, and no Map.
     """
 
     def Status(self, request, context):
@@ -857,7 +859,8 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """Views for people and tools (any role but "worker"), and what operators may do.
+    """Views for people and tools (roles "operator" and "reader"), and what operators may do. A reader that is not named in
+    the configuration is shown what is its own tenant's, of what is counted over all only Pools, and no Map.
     """
 
     @staticmethod
@@ -1078,7 +1081,8 @@ class Admin:
 
 
 class OperatorStub:
-    """What operators do, and ask about single things. Every call that changes something is in the daemon's log.
+    """What operators do, and ask about single things; readers of all tenants may look. Every call that changes something is
+    in the audit log.
     """
 
     def __init__(self, channel):
@@ -1140,7 +1144,8 @@ class OperatorStub:
 
 
 class OperatorServicer:
-    """What operators do, and ask about single things. Every call that changes something is in the daemon's log.
+    """What operators do, and ask about single things; readers of all tenants may look. Every call that changes something is
+    in the audit log.
     """
 
     def Transfers(self, request, context):
@@ -1275,7 +1280,8 @@ def add_OperatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Operator:
-    """What operators do, and ask about single things. Every call that changes something is in the daemon's log.
+    """What operators do, and ask about single things; readers of all tenants may look. Every call that changes something is
+    in the audit log.
     """
 
     @staticmethod

@@ -9,7 +9,7 @@ from kvmanager.core.lifecycle import drop_request
 from kvmanager.core.settle import settle_tail
 from kvmanager.core.spec import GroupSpec
 from kvmanager.core.state import Engine, FenceEntry, State
-from kvmanager.errors import InvalidArgument, LayoutMismatch, StaleEpoch
+from kvmanager.errors import InvalidArgument, LayoutMismatch, StaleEpoch, Unauthorized
 
 
 def register(state: State, event: RegisterEngine) -> Engine:
@@ -20,6 +20,9 @@ def register(state: State, event: RegisterEngine) -> Engine:
     _check_shape(event, group)
     _check_layouts(event, group.spec)
     _one_engine_a_group(state, event)
+    before = state.engines.get(event.engine)
+    if before is not None and state.tenants.name_of(before.namespace) != event.tenant:
+        raise Unauthorized(f"engine {event.engine!r} is another tenant's; choose another name")
     if event.key_bytes != group.key_bytes:
         group.set_key_bytes(event.key_bytes)
     old = state.engines.pop(event.engine, None)

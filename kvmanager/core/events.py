@@ -221,10 +221,11 @@ class RenewTickets:
 
 @dataclass(frozen=True)
 class AcceptTicket:
-    """The target asks where the ticket's pages are."""
+    """The target asks where the ticket's pages are. tenant: for whom; None: the caller does not tell tenants apart."""
 
     ticket_id: str
     holder: str
+    tenant: str | None = None
 
 
 @dataclass(frozen=True)
@@ -470,13 +471,14 @@ class ChainPull:
 
 @dataclass(frozen=True)
 class StartPull:
-    """Fetch a ticket's KV, chain by chain."""
+    """Fetch a ticket's KV, chain by chain, for an engine of `tenant`."""
 
     plan_id: int
     group: str
     ticket: TicketInfo
     chains: tuple[ChainPull, ...]
     deadline_ns: int
+    tenant: str = ""
 
 
 @dataclass(frozen=True)

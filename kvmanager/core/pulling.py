@@ -34,8 +34,9 @@ def start_pull(state: State, engine: Engine, event: Open) -> None:
     who = (engine.name, engine.epoch, request.request_id)
     state.jobs[plan_id] = PullJob(group.spec.name, held, who, event.ticket, since=state.now)
     request.waiting_on.add(plan_id)
+    tenant = state.tenants.name_of(engine.namespace)
     state.effects.append(
-        StartPull(plan_id, group.spec.name, event.ticket, tuple(chains), state.limits.pull_deadline_ns)
+        StartPull(plan_id, group.spec.name, event.ticket, tuple(chains), state.limits.pull_deadline_ns, tenant)
     )
 
 

@@ -14,9 +14,12 @@ from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.request import Phase, Request
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE
 from kvmanager.core.state import State
+from kvmanager.core.tenants import NOBODY
+from kvmanager.core.tickets import tenant_of
 from kvmanager.errors import PoolExhausted
 
 NAMED_HOLDERS = 3
+OTHERS = "other tenants"
 
 
 def exhausted(state: State, group: Group, pool: Pool, needed: int, free: int) -> PoolExhausted:
@@ -24,20 +27,32 @@ def exhausted(state: State, group: Group, pool: Pool, needed: int, free: int) ->
     if pool.tier == "device":
         group.deficit_slabs = max(group.deficit_slabs, needed - free)
     held = _held(state, group, pool)
-    named = sorted(held, key=lambda entry: -entry[1])[:NAMED_HOLDERS]
+    named = sorted(_merged(held), key=lambda entry: -entry[1])[:NAMED_HOLDERS]
     return PoolExhausted(
         f"pool {pool.name} of {group.spec.name} needs {needed} pages, {free} are free or reclaimable and not promised",
         pool=pool.name,
         needed=needed,
         free=free,
-        holder=", ".join(f"{name} ({slabs} pages)" for name, slabs, _ in named),
+        holder=", ".join(f"{name} ({slabs} pages)" for name, slabs in named),
         retry_after_ns=_retry_after(state, group, pool, needed - free, held),
     )
 
 
+def _merged(held: list[tuple[str, int, int]]) -> list[tuple[str, int]]:
+    """(holder, slabs): what other tenants hold is one entry, which names nobody."""
+    slabs: dict[str, int] = {}
+    for name, count, _ in held:
+        slabs[name or OTHERS] = slabs.get(name or OTHERS, 0) + count
+    return list(slabs.items())
+
+
 def _held(state: State, group: Group, pool: Pool) -> list[tuple[str, int, int]]:
-    """(holder, slabs of the pool it holds, ns until it may give them back), of requests and tickets."""
+    """(holder, slabs of the pool it holds, ns until it may give them back), of requests and tickets.
+
+    Those of other tenants than the one who asks have no name.
+    """
     pace, least = state.pace, state.limits.retry_after_ns
+    asker = state.tenants.specs[group.asker].name if group.asker != NOBODY else None
     found = []
     for request in state.holders(group.spec.name):
         slabs = sum(_slabs(part.chain, pool, part.rows) for part in request.chains) + _hot_slabs(group, pool, request)
@@ -45,12 +60,14 @@ def _held(state: State, group: Group, pool: Pool) -> list[tuple[str, int, int]]:
             wait = pace.fence_ns
         else:
             wait = max(pace.request_ns - (state.now - request.since), pace.fence_ns)
-        found.append((f"{request.engine}/{request.request_id}", slabs, max(wait, least)))
+        own = state.tenants.name_of(request.namespace) == asker
+        found.append((f"{request.engine}/{request.request_id}" if own else "", slabs, max(wait, least)))
     for ticket in state.tickets.values():
         if ticket.group == group.spec.name:
             slabs = sum(_slabs(group.chains[number], pool, rows) for number, rows in ticket.rows)
             wait = ticket.expires_ns + state.limits.ticket_grace_ns - state.now
-            found.append((f"ticket {ticket.ticket_id}", slabs, max(wait, least)))
+            own = tenant_of(state, ticket) == asker
+            found.append((f"ticket {ticket.ticket_id}" if own else "", slabs, max(wait, least)))
     return [entry for entry in found if entry[1]]
 
 

@@ -49,6 +49,10 @@ class Tenants:
         if namespace == len(self.of_namespace):
             self.of_namespace.append(number)
 
+    def name_of(self, namespace: int) -> str:
+        """The tenant whose a namespace is."""
+        return self.specs[self.of_namespace[namespace]].name
+
     def of(self, namespaces: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         """Tenant numbers of namespaces, int64."""
         found: npt.NDArray[np.int64] = np.asarray(self.of_namespace or [0], np.int64)[namespaces]

@@ -20,7 +20,15 @@ from kvmanager.core.rows import RowList
 from kvmanager.core.spans import ABSENT, DEVICE
 from kvmanager.core.spec import GroupSpec
 from kvmanager.core.state import Engine, State, Ticket
-from kvmanager.errors import InvalidArgument, LeaseExpired, NotReady, StalePage, TransferFailed, UnknownLease
+from kvmanager.errors import (
+    InvalidArgument,
+    LeaseExpired,
+    NotReady,
+    StalePage,
+    TransferFailed,
+    Unauthorized,
+    UnknownLease,
+)
 
 
 def export(state: State, event: ExportRequestKV) -> Exported:
@@ -133,6 +141,17 @@ def live_ticket(state: State, ticket_id: str) -> Ticket:
     return ticket
 
 
+def tenant_of(state: State, ticket: Ticket) -> str | None:
+    """Whose KV it is; None where nothing of that is left."""
+    engine = state.any_engine(ticket.engine, ticket.epoch)
+    if engine is not None:
+        return state.tenants.name_of(engine.namespace)
+    for number, rows in ticket.rows:
+        if rows:
+            return state.tenants.name_of(int(state.groups[ticket.group].chains[number].table.namespace[rows[0]]))
+    return None
+
+
 def renew(state: State, event: RenewTickets) -> TicketsRenewed:
     """Extends the leases of tickets still alive."""
     unknown = []
@@ -151,6 +170,11 @@ def accept(state: State, event: AcceptTicket) -> TicketPages:
     The holder asks again until the answer is final. Raises TransferFailed when it never will be.
     """
     ticket = live_ticket(state, event.ticket_id)
+    if event.tenant is not None and tenant_of(state, ticket) != event.tenant:
+        raise Unauthorized(
+            f"ticket {event.ticket_id} is not of tenant {event.tenant!r}; tenants have the same names in [[tenant]] of "
+            "both nodes"
+        )
     if ticket.holder not in ("", event.holder):
         raise InvalidArgument(f"ticket {event.ticket_id} was accepted by {ticket.holder!r}")
     ticket.holder = event.holder

@@ -33,11 +33,21 @@ from nodes_support import (
 from kvmanager.clients.attach import attach, grpc_channel
 from kvmanager.clients.attached_engine import AttachedEngine
 from kvmanager.clients.engine import RequestStep
-from kvmanager.errors import InvalidArgument, KVError, LayoutMismatch, PeerUnreachable, StalePage, UnknownLease
+from kvmanager.errors import (
+    InvalidArgument,
+    KVError,
+    LayoutMismatch,
+    PeerUnreachable,
+    StalePage,
+    Unauthorized,
+    UnknownLease,
+)
 from kvmanager.layout import GLM53, GLM53_TINY
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.wire import error_from_rpc
+
+TENANT = f"uid {os.getuid()}"
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +209,9 @@ def test_a_ticket_that_another_node_took(
     before = target.pools()
     ticket = export(prefill, 1, seed=5)
     stub, leave = peer_calls(source)
-    accepted = typed(stub.Accept, pb.AcceptRequest(ticket=ticket, target_node="thief"))
+    with pytest.raises(Unauthorized, match="is not of tenant 'them'"):
+        typed(stub.Accept, pb.AcceptRequest(ticket=ticket, target_node="thief", tenant="them"))
+    accepted = typed(stub.Accept, pb.AcceptRequest(ticket=ticket, target_node="thief", tenant=TENANT))
     assert accepted.agent_name
     (lease,) = source.admin.leases().leases
     assert "thief" in lease.holder
