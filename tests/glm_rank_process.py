@@ -28,6 +28,7 @@ from tests.glm_ranks import (
     ROWS,
     assert_rows,
     decode_shards,
+    expected_hidden,
     plain_model,
     plain_rows,
     poisoned_workspace,
@@ -108,6 +109,6 @@ def run_group(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    plain_model()
+    expected_hidden()
     for line in sys.stdin:
         print(json.dumps(run_group(json.loads(line))), flush=True)

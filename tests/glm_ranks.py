@@ -54,6 +54,14 @@ def expected_answer() -> tuple[int, ...]:
     return tuple(ReferenceRun(plain_model()).turn(the_prompt(), OUTPUT))
 
 
+@cache
+def expected_hidden() -> torch.Tensor:
+    """Post-norm hidden states [prompt + answer, h] of that run."""
+    tokens = [*the_prompt(), *expected_answer()]
+    store = ContiguousStore(TINY.format, plain_model().codec)
+    return plain_model().forward(torch.tensor(tokens), torch.arange(len(tokens)), store)
+
+
 def shard_of(rank: int, geometry: ShardGeometry, tokens: int = 160) -> ShardStore:
     """A rank's memory full of rubbish, with its spans in no order."""
     rng = np.random.default_rng(rank)
@@ -89,7 +97,7 @@ def prefill_shards(model: Glm, ranks: RankGroup, shard: ShardStore, space: Works
 
 
 def decode_shards(ranks: RankGroup, shard: KVStore, first: list[int]) -> list[int]:
-    """DCP decode of a prompt whose rows lie in the shards.
+    """DCP decode of a prompt whose rows lie in the shards; each step's hidden state is that of one rank.
 
     The last MTP row depends on the answer; it may cost a draft, never a token, so it is left unwritten.
     """
@@ -98,6 +106,9 @@ def decode_shards(ranks: RankGroup, shard: KVStore, first: list[int]) -> list[in
     while len(tokens) < OUTPUT:
         step = verify_step(shared, shard, [tokens[-1], *waiting], rows, DRAFTS)
         tokens, rows, waiting = tokens + step.accepted, rows + len(step.accepted), step.drafts
+        # A wrong weight of one shard need not change a token; it changes this.
+        if rows <= len(expected_hidden()):
+            torch.testing.assert_close(step.hidden, expected_hidden()[rows - 1], atol=1e-9, rtol=0)
     return tokens[:OUTPUT]
 
 

@@ -24,6 +24,7 @@ from kvmanager.clients.glm.rank_models import ContextParallelGlm, TensorParallel
 from kvmanager.clients.glm.ranks import RankGroup, run_threads
 from kvmanager.clients.glm.reference import ReferenceRun
 from kvmanager.clients.glm.shard_store import ShardStore
+from kvmanager.clients.glm.store import ContiguousStore
 from kvmanager.clients.glm.workspace import GatheredStore, Workspace, workspace_bytes
 from kvmanager.clients.keys import KeyChain
 from kvmanager.demo.nodes import NAMESPACE
@@ -107,9 +108,20 @@ def expected(seed: int, tokens: int = 90) -> list[int]:
     return ReferenceRun(plain_model()).turn(prompt_of(seed, tokens), OUTPUT)
 
 
+@cache
+def expected_hidden(seed: int, tokens: int = 90) -> torch.Tensor:
+    """Post-norm hidden states [prompt + answer, h] of that run."""
+    everything = prompt_of(seed, tokens) + expected(seed, tokens)
+    store = ContiguousStore(TINY.format, plain_model().codec)
+    return plain_model().forward(torch.tensor(everything), torch.arange(len(everything)), store)
+
+
 @dataclass
 class Request:
-    """One that is being answered. `tokens`: prompt and answer so far; `rows` of them have final rows."""
+    """One that is being answered. `tokens`: prompt and answer so far; `rows` of them have final rows.
+
+    `hidden`: position -> post-norm hidden state [h] there, of the last position of each step.
+    """
 
     request_id: int
     tokens: list[int]
@@ -120,10 +132,20 @@ class Request:
     rows: int = 0
     waiting: list[int] = field(default_factory=list)
     rejected: int = 0
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def answer(self) -> list[int]:
         return self.tokens[self.prompt :][:OUTPUT]
+
+    def check(self, seed: int) -> None:
+        """The answer is that of one rank; so are the hidden states, which a smaller mistake would move."""
+        assert self.answer == expected(seed)
+        states = expected_hidden(seed)
+        compared = [at for at in self.hidden if at < len(states)]
+        assert len(compared) > 1
+        for at in compared:
+            torch.testing.assert_close(self.hidden[at], states[at], atol=1e-9, rtol=0)
 
 
 class ModeEngine:
@@ -170,6 +192,7 @@ class ModeEngine:
             request.rows = end
             if end < len(prompt):
                 self._tell(request, len(prompt))
+        request.hidden[request.rows - 1] = hidden[0]
         request.tokens += model_of(self.short).greedy(hidden[0].unsqueeze(0))
         self._tell(request, request.rows + AHEAD)
         return request
@@ -184,6 +207,7 @@ class ModeEngine:
         accepted = steps[0].accepted
         request.tokens += accepted
         request.rows += len(accepted)
+        request.hidden[request.rows - 1] = steps[0].hidden
         request.rejected, request.waiting = len(fed) - len(accepted), steps[0].drafts
         self._tell(request, request.rows + AHEAD)
 

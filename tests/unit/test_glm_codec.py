@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from kvmanager.clients.glm.codec import ExactCodec, Fp8Codec, power_of_two_scale
+from kvmanager.clients.glm import codec as rounding
+from kvmanager.clients.glm.codec import ExactCodec, Fp8Codec
 
 torch.set_num_threads(1)  # small tensors: more threads only wait for each other on a busy machine
 
@@ -38,7 +39,7 @@ def naive_scale(amax: float) -> float:
 
 def test_scales_are_the_least_sufficient_powers_of_two(values: tuple[torch.Tensor, torch.Tensor]) -> None:
     groups = values[0].view(ROWS, 4, 128)
-    scales = power_of_two_scale(groups)
+    scales = rounding.power_of_two_scale(groups)
     expected = [naive_scale(float(amax)) for amax in groups.abs().amax(-1).flatten()]
     assert scales.flatten().tolist() == expected
 
@@ -49,7 +50,7 @@ def test_scales_are_the_least_sufficient_powers_of_two(values: tuple[torch.Tenso
 def test_scale_at_exact_powers_of_two(amax: float, scale: float) -> None:
     row = torch.zeros(128)
     row[3] = -amax
-    assert float(power_of_two_scale(row)) == scale
+    assert float(rounding.power_of_two_scale(row)) == scale
 
 
 def test_latent_error_is_bounded(values: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -59,7 +60,7 @@ def test_latent_error_is_bounded(values: tuple[torch.Tensor, torch.Tensor]) -> N
     assert rows.dtype == torch.uint8
     assert rows.shape == (ROWS, 656)
     got_c, got_pe = codec.decode_latent(rows, torch.float64)
-    scales = power_of_two_scale(c_kv.view(ROWS, 4, 128)).repeat_interleave(128, dim=-1).double()
+    scales = rounding.power_of_two_scale(c_kv.view(ROWS, 4, 128)).repeat_interleave(128, dim=-1).double()
     bound = torch.maximum(c_kv.abs().double() / 16, scales / 1024)
     assert ((got_c - c_kv).abs() <= bound).all()
     assert ((got_pe - k_pe).abs() <= k_pe.abs().double() / 256).all()
@@ -86,7 +87,7 @@ def test_index_keys_round_trip(values: tuple[torch.Tensor, torch.Tensor]) -> Non
     codes, scales = codec.encode_index(keys)
     assert codes.shape == (ROWS, 128)
     assert scales.shape == (ROWS,)
-    assert torch.equal(scales, power_of_two_scale(keys))
+    assert torch.equal(scales, rounding.power_of_two_scale(keys))
     bound = torch.maximum(keys.abs().double() / 16, scales.double().unsqueeze(-1) / 1024)
     assert ((codec.decode_index(codes, scales, torch.float64) - keys).abs() <= bound).all()
 

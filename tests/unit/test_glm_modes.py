@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvmanager.clients.glm import attention
 from kvmanager.clients.glm.attention import PartialAttention, ShortPrompts, merge_partials
 from kvmanager.clients.glm.codec import Fp8Codec
 from kvmanager.clients.glm.config import TINY
@@ -164,6 +165,18 @@ def test_a_shard_without_tokens_adds_nothing() -> None:
     nothing = PartialAttention(torch.zeros_like(mixed), torch.full_like(lse, float("-inf")))
     merged = merge_partials([nothing, PartialAttention(mixed, lse), nothing])
     torch.testing.assert_close(merged, mixed)
+
+
+def test_parts_merge_whatever_their_size() -> None:
+    """Weights depend on differences of log-sum-exps alone, however large they are: exponents must not overflow."""
+    rng = np.random.default_rng(7)
+    mixed = torch.from_numpy(rng.standard_normal((3, 4, 2, 512)))
+    lse = torch.from_numpy(rng.standard_normal((3, 4, 2)))
+    weights = lse.exp() / lse.exp().sum(dim=0)
+    expected = (weights.unsqueeze(-1) * mixed).sum(dim=0)
+    for shift in (-2000.0, 0.0, 2000.0):
+        parts = [PartialAttention(*part) for part in zip(mixed, lse + shift, strict=True)]
+        torch.testing.assert_close(attention.merge_partials(parts), expected, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("size", [2, 4])
