@@ -8,6 +8,8 @@ JOBS ?= 4
 # make chaos: kills, and their seed (default: a new one, printed).
 KILLS ?= 200
 SEED ?=
+# make fuzz: how long; SEED as above.
+SECONDS ?= 60
 # make sim: histories, events in each, the first seed.
 SEEDS ?= 100
 EVENTS ?= 2000
@@ -22,7 +24,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 NUMPY := $(shell sed -n 's/^\(numpy==[^ ]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long test-vllm sim chaos soak check bench protos docs dist gpu-test gpu-bench clean
+.PHONY: help venv demo test test-long test-vllm sim chaos soak fuzz check bench protos docs dist gpu-test gpu-bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1#\2/p' $(MAKEFILE_LIST) | awk -F'#' '{printf "%-18s %s\n", $$1, $$2}'
@@ -59,6 +61,9 @@ soak: $(STAMP) ## replayed sessions on two nodes under random kills: MINUTES=60 
 
 chaos: $(STAMP) ## two real nodes and their engines under random kills: KILLS=200 SEED=7
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+
+fuzz: $(STAMP) ## noise on every socket of a real node: SECONDS=60 SEED=7
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 check: $(STAMP) ## ruff, mypy --strict and the layout of the repository
 	$(BIN)/ruff check .

@@ -42,6 +42,8 @@ _HOLDS_SOMETHING: Final = ("engine", "worker")
 NAME_MAX_CHARS: Final = 200
 CONNECTIONS_MAX: Final = 256
 """Each takes up to three descriptors, and one more for its gRPC connection."""
+FOR_OPERATORS: Final = 32
+"""Of these, places that only operators and readers get: whatever engines do, somebody can look."""
 HELLO_DEADLINE_S: Final = 5.0
 """A connection that has not said who it is by then is closed."""
 
@@ -335,6 +337,8 @@ class AttachServer:
         peer = connection.peer
         self._check_role(peer.uid, str(role))
         started = started_ticks(peer.pid)
+        if role not in ("operator", "reader") and len(self._attached) >= CONNECTIONS_MAX - FOR_OPERATORS:
+            raise LimitExceeded(f"{len(self._attached)} clients are attached already; close some")
         known = self._known(connection, started, str(role), name)
         if known is not None:
             self._come_back(connection, known)

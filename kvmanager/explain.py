@@ -12,6 +12,7 @@ from kvmanager.history import lines
 from kvmanager.historyrecords import Record
 from kvmanager.units import format_bytes
 
+DIGITS_MAX: Final = 20
 KINDS: Final = ("page", "request", "refusal", "miss")
 
 
@@ -37,10 +38,15 @@ def check_kind(kind: str) -> None:
         raise InvalidArgument(f"can't explain a {kind!r}; say one of {', '.join(KINDS)}")
 
 
+def is_number(text: str) -> bool:
+    """Whether it is a decimal number of at most 64 bits' length."""
+    return text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX
+
+
 def request_name(text: str) -> str:
     """Checked ENGINE/REQUEST. Raises InvalidArgument."""
     engine, slash, number = text.rpartition("/")
-    if not (slash and engine and number.isascii() and number.isdigit()):
+    if not (slash and engine and is_number(number)):
         raise InvalidArgument(f"{text!r} names no request; write ENGINE/REQUEST, as in decode-0/41")
     return f"{engine}/{int(number)}"
 

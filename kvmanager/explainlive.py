@@ -11,6 +11,7 @@ from kvmanager.core.request import Phase, Request
 from kvmanager.core.spans import DEVICE, HOST, CopyState
 from kvmanager.core.state import State
 from kvmanager.errors import InvalidArgument
+from kvmanager.explain import is_number
 
 
 def request_now(node: Node, name: str) -> list[str]:
@@ -66,7 +67,8 @@ def page_now(node: Node, text: str) -> list[str]:
 
 
 def _page_named(state: State, text: str) -> tuple[Group, Pool, str, int]:
-    pool_name, *middle, number = text.split(":")
+    pool_name, _, rest = text.partition(":")
+    *middle, number = rest.split(":")
     found = [(group, group.pools[pool_name]) for group in state.groups.values() if pool_name in group.pools]
     if not found:
         known = sorted(pool for group in state.groups.values() for pool in group.pools)
@@ -74,7 +76,7 @@ def _page_named(state: State, text: str) -> tuple[Group, Pool, str, int]:
         raise InvalidArgument(f"{ways}; pools are {', '.join(known)}")
     group, pool = found[0]
     classes = list(pool.spaces)
-    if len(middle) > 1 or not number.isascii() or not number.isdigit() or (middle and middle[0] not in classes):
+    if len(middle) > 1 or not is_number(number) or (middle and middle[0] not in classes):
         raise InvalidArgument(f"{text!r} names no page: pool {pool_name} has pages of {', '.join(classes)}")
     if not middle and len(classes) > 1:
         raise InvalidArgument(f"pool {pool_name} has several classes: write {pool_name}:CLASS:{number}, CLASS one of "

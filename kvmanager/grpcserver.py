@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvmanager.config import FenceSection
 from kvmanager.errors import ConfigError
+from kvmanager.parsing import Parser
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.wire import MESSAGE_MAX_BYTES
@@ -25,7 +26,7 @@ def grpc_server(fence: FenceSection, *interceptors: grpc.ServerInterceptor[Any, 
     """Without services and ports yet."""
     return grpc.server(
         ThreadPoolExecutor(max_workers=STREAM_THREADS, thread_name_prefix="grpc"),
-        interceptors=list(interceptors),
+        interceptors=[*interceptors, Parser()],
         # More are refused with RESOURCE_EXHAUSTED; without the limit they would wait for a thread, unanswered.
         maximum_concurrent_rpcs=STREAM_THREADS,
         options=[

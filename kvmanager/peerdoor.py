@@ -17,6 +17,7 @@ import grpc
 from kvmanager.attach import ClientIdentity
 from kvmanager.certificates import Certificates
 from kvmanager.errors import ConfigError, Unauthorized
+from kvmanager.parsing import Parser
 from kvmanager.peer_service import BY_CERTIFICATE, PeerService
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.securityconfig import PeerSection
@@ -70,6 +71,7 @@ class PeerDoor:
             raise ConfigError(f"[peer] listen: {section.listen} without certificates; see [tls]")
         self._server = grpc.server(
             ThreadPoolExecutor(max_workers=CALLS, thread_name_prefix="peers"),
+            interceptors=[Parser()],
             maximum_concurrent_rpcs=CALLS,
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_MAX_BYTES),
