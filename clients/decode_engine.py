@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from kvmanager.clients.attached_engine import ADMIT_TIMEOUT_S, AttachedEngine
+from kvmanager.clients.decode_work import (
+    INDEXER,
+    LATENT,
+    Asked,
+    DecodeWork,
+    Running,
+    Turnover,
+    append_run,
+    apply_reply,
+    closing,
+    decoded_of,
+)
 from kvmanager.clients.engine import RequestStep, StepResult, refusal_pause_s
 from kvmanager.clients.glm.decode import verify_step
 from kvmanager.clients.glm.hisparse import HiSparseStore
 from kvmanager.clients.glm.model import Glm
 from kvmanager.clients.keys import KeyChain
-from kvmanager.clients.tables import Int64Array, decode_hot, decode_residency, decode_spans, order_runs
+from kvmanager.clients.tables import decode_hot
 from kvmanager.clients.worker import ClassMemory
-from kvmanager.errors import InvalidArgument
+from kvmanager.errors import InvalidArgument, KVError
 from kvmanager.layout import indexer_layout, latent_layout
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import error_from_proto
@@ -27,92 +38,18 @@ DRAFTS: Final = 3
 """Tokens the MTP layer proposes a step."""
 MOST_RUNNING: Final = 2
 """Requests decoded side by side."""
-LATENT: Final = "latent"
-INDEXER: Final = "indexer"
-
-
-@dataclass(frozen=True)
-class DecodeWork:
-    """A prompt int64[L] that was computed elsewhere, and the answer wanted: `output_tokens`, `first_token` included."""
-
-    prompt: Int64Array
-    first_token: int
-    ticket: pb.Ticket
-    output_tokens: int
-    session: pb.SessionHint
-    stop_reason: str
-
-
-@dataclass
-class _Drafts:
-    """Drafts waiting to be verified, and how they have fared. `rejected`: not told yet."""
-
-    waiting: list[int] = field(default_factory=list)
-    rejected: int = 0
-    proposed: int = 0
-    accepted: int = 0
-
-
-@dataclass(eq=False)
-class Running:
-    """A request whose prompt is here. `opened` is the daemon's table of it at that time.
-
-    `tokens`: prompt, then the answer as far as it is known; `committed` of them have final rows.
-    """
-
-    request_id: int
-    work: DecodeWork
-    opened: pb.OpenReply
-    tokens: list[int]
-    committed: int
-    keys: KeyChain
-    store: HiSparseStore
-    drafts: _Drafts = field(default_factory=_Drafts)
-
-    @property
-    def answer(self) -> list[int]:
-        """Tokens of the answer so far."""
-        return self.tokens[len(self.work.prompt) :][: self.work.output_tokens]
-
-    @property
-    def finished(self) -> bool:
-        """Whether the answer is complete."""
-        return len(self.answer) == self.work.output_tokens
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """An answer: token ids, and what drafts and the hot buffer did for it (counts)."""
-
-    request_id: int
-    tokens: tuple[int, ...]
-    drafts_proposed: int
-    drafts_accepted: int
-    swap_in_rows: int
-
-
-@dataclass(frozen=True)
-class Turnover:
-    """What a step changed: requests whose KV has arrived (decoded from the next step on), and answers completed."""
-
-    arrived: list[Running]
-    finished: list[Decoded]
-
-
-@dataclass
-class _Asked:
-    """Work whose request is not running yet. `retry_at`, `deadline`: on the monotonic clock, seconds."""
-
-    request_id: int
-    work: DecodeWork
-    keys: KeyChain
-    request: pb.OpenRequest
-    deadline: float
-    retry_at: float = 0.0
+RETRACT_AFTER_S: Final = 0.25
+"""Pages come back as rows reach the host: only a request that lacks room for so long costs another one its place."""
+STALL_PAUSE_S: Final = 0.02
+"""Between messages while no request has room for a step."""
 
 
 class DecodeEngine:
-    """Up to `MOST_RUNNING` requests on one rank. One thread uses it. Uses only the public client API."""
+    """Up to `MOST_RUNNING` requests on one rank. One thread uses it. Uses only the public client API.
+
+    Where the node has no room for the next step of one, the newest gives up its device pages and goes on later from
+    the host; the oldest never does, so one always gets on.
+    """
 
     def __init__(
         self,
@@ -137,9 +74,14 @@ class DecodeEngine:
         self.latent: ClassMemory = rank.classes[LATENT]
         self._indexer: ClassMemory = rank.classes[INDEXER]
         self._requests = 0
-        self._queued: deque[_Asked] = deque()
-        self._waiting: list[_Asked] = []
+        self._queued: deque[Asked] = deque()
+        self._waiting: list[Asked] = []
         self._running: list[Running] = []
+        self._retracted: deque[Asked] = deque()
+        self._retract_at = 0.0
+        self._stands_until = 0.0
+        self._refusal: KVError | None = None
+        self.retractions = 0
 
     @property
     def running(self) -> tuple[Running, ...]:
@@ -149,7 +91,7 @@ class DecodeEngine:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self._queued or self._waiting or self._running)
+        return not (self._queued or self._retracted or self._waiting or self._running)
 
     def submit(self, work: DecodeWork) -> int:
         """Queues work; its request id."""
@@ -163,7 +105,7 @@ class DecodeEngine:
             session=work.session,
             ticket=work.ticket,
         )
-        self._queued.append(_Asked(self._requests, work, keys, request, time.monotonic() + ADMIT_TIMEOUT_S))
+        self._queued.append(Asked(self._requests, work, keys, request, time.monotonic() + ADMIT_TIMEOUT_S))
         return self._requests
 
     def admit(self) -> list[Running]:
@@ -182,34 +124,94 @@ class DecodeEngine:
         finished = [request for request in self._running if request.finished]
         asked = self._next_to_open()
         arrived = self._exchange(finished, asked) if self._running or asked else self._wait()
-        for request in self._running:
+        able = [request for request in self._running if not request.stalled]
+        for request in able:
             self._verify(request)
+        self._note_standstill(stands=bool(self._running) and not able)
         self._running += arrived
-        return Turnover(arrived, [_decoded(request) for request in finished])
+        return Turnover(arrived, [decoded_of(request) for request in finished])
 
-    def _exchange(self, finished: list[Running], asked: _Asked | None) -> list[Running]:
+    def _exchange(self, finished: list[Running], asked: Asked | None) -> list[Running]:
         """One message; the requests that arrived by it. Requests in `finished` are closed with it."""
-        result = self._engine.step(
-            [self._progress(request) for request in self._running],
-            [_close(request) for request in finished],
-            [asked.request] if asked else [],
+        victim = self._victim()
+        closes = [closing(request) for request in finished]
+        if victim is not None:
+            closes.append(pb.CloseRequest(request_id=victim.request_id, reason=pb.RETRACTED))
+        result = self._engine.client.step(
+            fence=self._engine.workers.fence(),
+            requests=[self._progress(request, grows=request is not victim) for request in self._running],
+            closes=closes,
+            opens=[asked.request] if asked else [],
         )
+        self._check(result, victim)
+        if victim is not None and victim.request_id not in result.errors:
+            self._set_aside(victim)
         arrived = self._answered(asked, result.opened[asked.request_id]) if asked else []
         arrived += self._arrivals()
         self._running = [request for request in self._running if request not in finished]
         # A request may run, for the daemon, since before this reply: the reply's rows are for it too.
         for request in (*self._running, *arrived):
-            _apply(request, result)
+            apply_reply(request, result)
         return arrived
 
-    def _next_to_open(self) -> _Asked | None:
-        """The work to ask for now: one at a time, in order, and not before the daemon's pause has passed."""
-        busy = len(self._waiting) + sum(not request.finished for request in self._running)
-        if not self._queued or busy >= MOST_RUNNING or time.monotonic() < self._queued[0].retry_at:
+    def _victim(self) -> Running | None:
+        """The newest request, where one has lacked room for a while since the last retraction."""
+        now = time.monotonic()
+        unfinished = [request for request in self._running if not request.finished]
+        if len(unfinished) < 2 or not any(request.stalled for request in unfinished):
+            self._retract_at = now + RETRACT_AFTER_S
+        if now < self._retract_at:
             return None
-        return self._queued.popleft()
+        self._retract_at = now + RETRACT_AFTER_S
+        return unfinished[-1]
 
-    def _answered(self, asked: _Asked, opened: pb.OpenReply) -> list[Running]:
+    def _check(self, result: StepResult, victim: Running | None) -> None:
+        """Raises the first error but those that waiting may mend: no room to grow, and none on the host to retract."""
+        mended = {request_id for request_id, growth in result.growth.items() if growth.HasField("error")}
+        if victim is not None:
+            mended.add(victim.request_id)
+        for request_id, error in result.errors.items():
+            if request_id not in mended or refusal_pause_s(error) is None:
+                raise error
+            self._refusal = error
+
+    def _note_standstill(self, *, stands: bool) -> None:
+        """Waits a little where no request has room for a step. Raises the refusal that lasts too long."""
+        now = time.monotonic()
+        if not stands:
+            self._stands_until = now + ADMIT_TIMEOUT_S
+            return
+        if now > self._stands_until and self._refusal is not None:
+            raise self._refusal
+        time.sleep(STALL_PAUSE_S)
+
+    def _set_aside(self, victim: Running) -> None:
+        """It was retracted: it is opened again with what it has committed, once there is room."""
+        self.retractions += 1
+        self._running.remove(victim)
+        keys = KeyChain(self._namespace)
+        request = pb.OpenRequest(
+            request_id=victim.request_id,
+            prompt_tokens=victim.committed,
+            growth_tokens=len(victim.work.prompt) + victim.work.output_tokens + DRAFTS + 2 - victim.committed,
+            prompt_keys=keys.extend(np.asarray(victim.tokens[: victim.committed], dtype=np.int64)),
+            session=victim.work.session,
+        )
+        deadline = time.monotonic() + ADMIT_TIMEOUT_S
+        self._retracted.append(Asked(victim.request_id, victim.work, victim.keys, request, deadline, resumes=victim))
+
+    def _next_to_open(self) -> Asked | None:
+        """The work to ask for now: one at a time, in order, and not before the daemon's pause has passed.
+
+        What was retracted goes first, and nothing while a running request lacks room.
+        """
+        queue = self._retracted or self._queued
+        busy = len(self._waiting) + sum(not request.finished for request in self._running)
+        if not queue or busy >= MOST_RUNNING or time.monotonic() < queue[0].retry_at:
+            return None
+        return None if any(request.stalled for request in self._running) else queue.popleft()
+
+    def _answered(self, asked: Asked, opened: pb.OpenReply) -> list[Running]:
         """Files an open's reply; the request itself if it can run at once."""
         if opened.state == pb.OpenReply.RUNNABLE:
             return [self._start(asked, opened)]
@@ -221,7 +223,7 @@ class DecodeEngine:
         if pause is None or time.monotonic() + pause > asked.deadline:
             raise refusal
         asked.retry_at = time.monotonic() + pause
-        self._queued.appendleft(asked)
+        (self._queued if asked.resumes is None else self._retracted).appendleft(asked)
         return []
 
     def _wait(self) -> list[Running]:
@@ -231,8 +233,9 @@ class DecodeEngine:
             opened = self._engine.client.wait_ready(first.request_id, first.deadline - time.monotonic())
             self._waiting.remove(first)
             return [self._start(first, opened)]
-        if self._queued:
-            time.sleep(max(self._queued[0].retry_at - time.monotonic(), 0.0))
+        queue = self._retracted or self._queued
+        if queue:
+            time.sleep(max(queue[0].retry_at - time.monotonic(), 0.0))
         return []
 
     def _arrivals(self) -> list[Running]:
@@ -244,12 +247,22 @@ class DecodeEngine:
                 arrived.append(self._start(asked, opened))
         return arrived
 
-    def _start(self, asked: _Asked, opened: pb.OpenReply) -> Running:
+    def _start(self, asked: Asked, opened: pb.OpenReply) -> Running:
         """The worker's side of a request. Raises InvalidArgument when less than the prompt came."""
-        work, host = asked.work, self.latent.host
-        length = len(work.prompt)
+        length, former = asked.request.prompt_tokens, asked.resumes
         if opened.cached_tokens != length:
-            raise InvalidArgument(f"the hand-off brought {opened.cached_tokens} of {length} prompt tokens")
+            raise InvalidArgument(f"request {asked.request_id}: {opened.cached_tokens} of {length} tokens came")
+        store = self._store(opened)
+        if former is not None:
+            store.counters = former.store.counters
+            former.opened, former.store = opened, store
+            return former
+        tokens = [*asked.work.prompt.tolist(), asked.work.first_token]
+        return Running(asked.request_id, asked.work, opened, tokens, length, asked.keys, store)
+
+    def _store(self, opened: pb.OpenReply) -> HiSparseStore:
+        """Its rows, by the tables of an open's reply."""
+        host = self.latent.host
         if host is None:
             raise InvalidArgument(f"class {LATENT!r} came without a host region; a decode rank reads it")
         groups = self._model.config.format.share_groups
@@ -257,26 +270,24 @@ class DecodeEngine:
             self.latent.device, host, self.latent.layout, self._indexer.layout, groups, self._hot_rows
         )
         for run in opened.spans:
-            _append(store, run)
+            append_run(store, run)
         for hot in opened.hot:
             store.set_hot_pages(decode_hot(hot))
-        tokens = [*work.prompt.tolist(), work.first_token]
-        return Running(asked.request_id, work, opened, tokens, length, asked.keys, store)
+        return store
 
-    def _progress(self, request: Running) -> RequestStep:
-        """What the request did since the last message, and the room that its next step needs."""
+    def _progress(self, request: Running, *, grows: bool) -> RequestStep:
+        """What the request did since the last message, and the room that its next step needs if it `grows`."""
         fresh = request.tokens[request.keys.tokens : request.committed]
         new_keys = request.keys.extend(np.asarray(fresh, dtype=np.int64))
         # This step's tokens, and a position ahead so that the next step need not wait.
-        ahead = 0 if request.finished else 1 + DRAFTS + 1
+        ahead = 1 + DRAFTS + 1 if grows and not request.finished else 0
         capacity = request.committed + ahead
         rejected, request.drafts.rejected = request.drafts.rejected, 0
         return RequestStep(request.request_id, capacity, request.committed, rejected, new_keys)
 
     def _verify(self, request: Running) -> None:
         """One step of the model: the last token and the drafts after it."""
-        drafts = request.drafts
-        fed = [request.tokens[request.committed], *drafts.waiting]
+        drafts, fed = request.drafts, request.fed
         step = verify_step(self._model, request.store, fed, request.committed, DRAFTS)
         drafts.proposed += len(drafts.waiting)
         drafts.accepted += len(step.accepted) - 1
@@ -288,44 +299,3 @@ class DecodeEngine:
     def close(self) -> None:
         """Leaves the node. Raises the first error of a detach."""
         self._engine.close()
-
-
-def _apply(request: Running, result: StepResult) -> None:
-    """Brings the worker's table up to date before the step's first row is read or written."""
-    store = request.store
-    growth = result.growth.get(request.request_id)
-    if growth is not None:
-        store.truncate_spans(growth.spans[0].first_span if growth.spans else growth.spans_kept)
-        for run in growth.spans:
-            _append(store, run)
-    for rows in result.residency.get(request.request_id, ()):
-        decoded = decode_residency(rows)
-        if decoded.page_class != LATENT:
-            raise InvalidArgument(f"residency of class {decoded.page_class!r}; only {LATENT!r} pages move")
-        store.set_residency(decoded.ordinals, decoded.column.device, decoded.column.host)
-    hot = result.hot.get(request.request_id)
-    if hot is not None:
-        store.set_hot_pages(decode_hot(hot))
-
-
-def _append(store: HiSparseStore, run: pb.SpanRun) -> None:
-    spans = decode_spans(run)
-    latent, indexer = spans.pages[LATENT], spans.pages[INDEXER]
-    for part in order_runs(spans, ranks=1):
-        store.append_spans(
-            part.order,
-            part.first_token,
-            spans.uids[part.pages],
-            latent.device[part.pages],
-            latent.host[part.pages],
-            indexer.device[part.pages],
-        )
-
-
-def _close(request: Running) -> pb.CloseRequest:
-    return pb.CloseRequest(request_id=request.request_id, reason=pb.FINISHED, stop_reason=request.work.stop_reason)
-
-
-def _decoded(request: Running) -> Decoded:
-    drafts, swapped = request.drafts, request.store.counters.swap_in_rows
-    return Decoded(request.request_id, tuple(request.answer), drafts.proposed, drafts.accepted, swapped)

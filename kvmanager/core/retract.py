@@ -177,7 +177,8 @@ def _demand_homes(
     demands.of(pool.name).later_slabs += latents.host_slabs(request.homed_pages)
     homes = max(0, request.homed_pages - latents.resident)
     device = chain.pool(page_class, DEVICE).name
-    demands.of(device).later_slabs += sparse.hot_slabs + min(growth, sparse.tail_pages + 1) + homes
+    demands.add_now(device, sparse.hot_class, sparse.hot_slabs)  # it is given at once
+    demands.of(device).later_slabs += min(growth, sparse.tail_pages + 1) + homes
 
 
 def _missing(group: Group, request: Request, part: RequestChain, page_class: int) -> RowArray:

@@ -18,7 +18,8 @@ from typing import Final
 
 import torch
 
-from kvmanager.clients.decode_engine import Decoded, DecodeEngine, DecodeWork
+from kvmanager.clients.decode_engine import DecodeEngine
+from kvmanager.clients.decode_work import Decoded, DecodeWork
 from kvmanager.clients.glm.model import Glm
 from kvmanager.clients.prefill_engine import Prefilled, PrefillEngine
 from kvmanager.demo.expected import ExpectedAnswers

@@ -5,7 +5,7 @@ import pytest
 
 from kvmanager.core.events import Close, Closing, CopyOutcome, Open, Trim
 from kvmanager.core.pool import PageState
-from kvmanager.core.spec import Residency
+from kvmanager.core.spec import Limits, Residency
 from kvmanager.errors import InvalidArgument, PoolExhausted
 from kvmanager.geometry import SEQUENTIAL
 from tests.sim.driver import Client, Driver, chain_keys
@@ -14,8 +14,10 @@ from tests.sim.worlds import Regions, hisparse, sharded
 ROWS, TOKENS = 4, 42
 
 
-def decode(slabs: int = 40, host: int = 60, **kind: object) -> tuple[Driver, Client]:
-    driver = Driver([hisparse(Regions({}), "d", slabs, host, SEQUENTIAL, **kind)])
+def decode(
+    slabs: int = 40, host: int = 60, limits: Limits = Limits(), **kind: object
+) -> tuple[Driver, Client]:
+    driver = Driver([hisparse(Regions({}), "d", slabs, host, SEQUENTIAL, **kind)], limits)
     return driver, Client(driver, "d")
 
 
@@ -123,6 +125,28 @@ def test_hisparse_what_can_not_be_retracted_goes_on() -> None:
     assert isinstance(failed.error, PoolExhausted)
     client.run()
     assert not client.commit(1, TOKENS + 1, TOKENS + 2).errors
+    driver.leave(client)
+
+
+def test_hisparse_a_resume_without_room_for_its_hot_buffer_may_be_asked_for_again() -> None:
+    """With more promised than there is, the hot buffer is among what must be there at once."""
+    driver, client = decode(slabs=33, limits=Limits(overcommit=1.5))
+    running(client)
+    client.close(1, Closing.RETRACTED)
+    client.run()
+    driver.end_all()
+    assert client.open(2, TOKENS, "b", growth=8).state == "runnable"
+    client.commit(2, TOKENS)
+    client.run()
+    driver.end_all()
+    assert isinstance(resumed(client).error, PoolExhausted)
+    assert isinstance(resumed(client).error, PoolExhausted), "what was refused is as it was"
+    client.close(2)
+    client.run()
+    driver.end_all()
+    driver.apply(Trim("d", "d/hbm", 40))
+    assert resumed(client).state == "waiting"
+    driver.end_all()
     driver.leave(client)
 
 

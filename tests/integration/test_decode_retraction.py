@@ -1,0 +1,133 @@
+"""A decode engine whose node runs out of room: the newest request gives way and goes on later, with the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nodes_support import Node, node
+
+from kvmanager.clients.decode_engine import DecodeEngine
+from kvmanager.clients.decode_work import DecodeWork
+from kvmanager.clients.glm.config import TINY
+from kvmanager.clients.glm.reference import ReferenceRun
+from kvmanager.clients.prefill_engine import PrefillEngine
+from kvmanager.demo.expected import demo_model
+from kvmanager.demo.nodes import HOT_ROWS, NAMESPACE, PAGE_ROWS
+from kvmanager.geometry import ShardGeometry
+from kvmanager.protos import kvmanager_pb2 as pb
+
+SEED = 5
+RANKS = 2
+PROMPTS = (75, 90)
+OUTPUT = 30
+SLABS = 18
+MODEL = demo_model(SEED)
+SLAB_BYTES = TINY.format.slab_bytes(PAGE_ROWS)
+PREFILL = """
+[node]
+name = "prefill"
+runtime_dir = "{directory}"
+spare = false
+[mover]
+staging_bytes = "4 MiB"
+chunk_bytes = "1 MiB"
+[[group]]
+name = "prefill"
+kind = "sharded"
+format = "{format}"
+ranks = 2
+page_rows = 16
+interleave = 1
+hbm_bytes_per_rank = {hbm}
+host_bytes_per_rank = {hbm}
+"""
+DECODE = """
+[node]
+name = "decode"
+runtime_dir = "{directory}"
+spare = false
+[admission]
+overcommit = 3.0
+[mover]
+staging_bytes = "4 MiB"
+chunk_bytes = "1 MiB"
+[[group]]
+name = "decode-0"
+kind = "hisparse"
+format = "{format}"
+ranks = 1
+page_rows = 16
+hbm_bytes_per_rank = {hbm}
+host_bytes_per_rank = {host}
+token_order = "keep"
+source_ranks = 2
+source_interleave = 1
+hot_rows = {hot_rows}
+"""
+
+
+def prefill_toml(directory: Path, *, name: str) -> str:
+    return PREFILL.format(directory=directory, format=TINY.format.name, hbm=40 * TINY.format.page_bytes(PAGE_ROWS))
+
+
+def decode_toml(directory: Path, *, name: str, slabs: int) -> str:
+    return DECODE.format(
+        directory=directory,
+        format=TINY.format.name,
+        hbm=slabs * SLAB_BYTES,
+        host=60 * SLAB_BYTES,
+        hot_rows=HOT_ROWS,
+    )
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Iterator[Node]:
+    with node(tmp_path_factory.mktemp("s"), "prefill", prefill_toml) as running:
+        yield running
+
+
+def prompt_of(length: int) -> np.ndarray:
+    return np.random.default_rng([SEED, length]).integers(0, TINY.vocab, length)
+
+
+def decode_all(source: Node, target: Node) -> tuple[dict[int, tuple[int, ...]], int]:
+    """Answers by prompt length, and how often a request was retracted."""
+    prefill = PrefillEngine(
+        source.runtime_dir, "p", group="prefill", namespace=NAMESPACE, geometry=ShardGeometry(RANKS, PAGE_ROWS, 1),
+        model=MODEL,
+    )  # fmt: skip
+    decode = DecodeEngine(
+        target.runtime_dir, "d", group="decode-0", namespace=NAMESPACE, page_rows=PAGE_ROWS, hot_rows=HOT_ROWS,
+        model=MODEL,
+    )  # fmt: skip
+    try:
+        lengths = {}
+        for length in PROMPTS:
+            session = pb.SessionHint(session_id=str(length))
+            done = prefill.prefill(prompt_of(length), session, lambda _: None)
+            work = DecodeWork(prompt_of(length), done.first_token, done.ticket, OUTPUT, session, "")
+            lengths[decode.submit(work)] = length
+        answers = {}
+        while not decode.idle:
+            for decoded in decode.step().finished:
+                answers[lengths[decoded.request_id]] = decoded.tokens
+        return answers, decode.retractions
+    finally:
+        decode.close()
+        prefill.close()
+
+
+@pytest.mark.long
+def test_the_newest_gives_way_and_goes_on(source: Node, tmp_path: Path) -> None:
+    """More is promised than there is: the node can't keep both to the end."""
+    with node(tmp_path, "decode", decode_toml, slabs=SLABS) as target:
+        answers, retractions = decode_all(source, target)
+        target.wait_at_rest()
+        counters = target.counters()
+    source.wait_at_rest()
+    assert retractions == counters["retraction"] == counters["resumption"] > 0
+    for length in PROMPTS:
+        assert answers[length] == tuple(ReferenceRun(MODEL).turn(prompt_of(length).tolist(), OUTPUT)), length
