@@ -28,7 +28,7 @@ MODEL = demo_model(SEED)
 SLAB_BYTES = TINY.format.slab_bytes(PAGE_ROWS)
 PREFILL = """
 [node]
-name = "prefill"
+name = "{name}"
 runtime_dir = "{directory}"
 spare = false
 [mover]
@@ -46,7 +46,7 @@ host_bytes_per_rank = {hbm}
 """
 DECODE = """
 [node]
-name = "decode"
+name = "{name}"
 runtime_dir = "{directory}"
 spare = false
 [admission]
@@ -70,11 +70,12 @@ hot_rows = {hot_rows}
 
 
 def prefill_toml(directory: Path, *, name: str) -> str:
-    return PREFILL.format(directory=directory, format=TINY.format.name, hbm=40 * TINY.format.page_bytes(PAGE_ROWS))
+    return PREFILL.format(name=name, directory=directory, format=TINY.format.name, hbm=40 * TINY.format.page_bytes(PAGE_ROWS))
 
 
 def decode_toml(directory: Path, *, name: str, slabs: int) -> str:
     return DECODE.format(
+        name=name,
         directory=directory,
         format=TINY.format.name,
         hbm=slabs * SLAB_BYTES,

@@ -12,10 +12,11 @@ from tests.sim.driver import Client, Driver, chain_keys
 from tests.sim.worlds import Regions, hisparse, sharded
 
 ROWS, TOKENS = 4, 42
+LIMITS = Limits()
 
 
 def decode(
-    slabs: int = 40, host: int = 60, limits: Limits = Limits(), **kind: object
+    slabs: int = 40, host: int = 60, limits: Limits = LIMITS, **kind: object
 ) -> tuple[Driver, Client]:
     driver = Driver([hisparse(Regions({}), "d", slabs, host, SEQUENTIAL, **kind)], limits)
     return driver, Client(driver, "d")
