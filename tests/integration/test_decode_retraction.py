@@ -70,7 +70,8 @@ hot_rows = {hot_rows}
 
 
 def prefill_toml(directory: Path, *, name: str) -> str:
-    return PREFILL.format(name=name, directory=directory, format=TINY.format.name, hbm=40 * TINY.format.page_bytes(PAGE_ROWS))
+    pages = 40 * TINY.format.page_bytes(PAGE_ROWS)
+    return PREFILL.format(name=name, directory=directory, format=TINY.format.name, hbm=pages)
 
 
 def decode_toml(directory: Path, *, name: str, slabs: int) -> str:
