@@ -86,10 +86,10 @@ class Client:
 
 
 @contextmanager
-def running(directory, *arguments, stderr=None):
-    """A mover process that listens, stopped hard at the end."""
+def running(directory, *arguments, stderr=None, inside=()):
+    """A mover process that listens, stopped hard at the end. `inside`: a command that runs another one somewhere."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvmanager.mover", "--runtime-dir", str(directory), *arguments], stderr=stderr
+        [*inside, sys.executable, "-m", "kvmanager.mover", "--runtime-dir", str(directory), *arguments], stderr=stderr
     )
     try:
         path = mover_socket(directory, "cpu")

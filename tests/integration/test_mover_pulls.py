@@ -287,7 +287,8 @@ def test_a_pull_cancelled_during_a_read_waits_for_it_and_places_nothing(tmp_path
 def test_a_hung_source_costs_a_piece_of_staging_and_nobody_else_notices(tmp_path):
     """TCP, where a stopped peer delivers nothing and never errs; its bytes come when it goes on."""
     arguments = ("--ucx-transports", "tcp,self")
-    with two_movers(tmp_path, *arguments) as (hung, target, process), running(tmp_path / "other", *arguments) as (_, at):
+    other_mover = running(tmp_path / "other", *arguments)
+    with two_movers(tmp_path, *arguments) as (hung, target, process), other_mover as (_, at):
         other = Source(at, seed=6)
         places = _pulled_once(hung, target)
         for region in (50, 60, 70):
