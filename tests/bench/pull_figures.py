@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,8 @@ from tests.integration.mover_process import Client, running
 
 RANKS, ROWS, SPANS = 8, 64, 6
 TOKENS = SPANS * RANKS * ROWS
-CHUNK_BYTES, STAGING_BYTES = 8 * MIB, 64 * MIB
+CHUNK_BYTES, STAGING_BYTES = 32 * MIB, 128 * MIB
+"""A chunk holds all eight pages of a span."""
 PLAIN, LATENT, INDEXER = 40, 41, 42
 ROUNDS = 7
 SOURCE = native_layout(GLM53, ROWS)
@@ -138,11 +138,9 @@ def _blocks(layout: KVLayout) -> list[tuple[int, int, int]]:
     for key, c in layout.by_key.items():
         source = SOURCE.by_key[key]
         if key[0] is Section.LATENT:  # all layers of a group follow each other in a slot
-            start = source.offset - source.offset % source.slot_stride if source.slot_stride else source.offset
             group = next(g for g in GLM53.share_groups if key[1] in g)
             place = group.index(key[1]) * c.row_bytes
             found[source.offset - place] = (source.offset - place, c.offset - place, c.slot_stride)
-            del start
         else:
             found[source.offset] = (source.offset, c.offset, c.row_bytes)
     return list(found.values())
@@ -181,4 +179,3 @@ def figures() -> Iterator[Figure]:
             share = best["transfer"][0] / (best["transfer"][0] + best["permute"][0])
             yield Figure(f"... of the plain way: transfer, {name}", best["transfer"][0] * 1e3, "ms CPU", "both", share)
         bench.close()
-        sys.stdout.flush()
