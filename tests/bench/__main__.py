@@ -91,6 +91,7 @@ def _on_gpu() -> tuple[dict[str, str], dict[str, Callable[[], Iterator[Figure]]]
         gpu_checksums,
         gpu_copies,
         gpu_figures,
+        gpu_gather,
         gpu_handoff,
         gpu_hisparse,
         gpu_kernels,
@@ -106,6 +107,8 @@ def _on_gpu() -> tuple[dict[str, str], dict[str, Callable[[], Iterator[Figure]]]
         "hisparse": gpu_hisparse.figures,
         "kernels": gpu_kernels.figures,
     }
+    if gpu_gather.possible():
+        suites["gather"] = gpu_gather.figures
     if gpu_handoff.possible():
         suites["handoff"] = gpu_handoff.figures
     return gpu_figures.machine(), suites
