@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvmanager.clients.rankmemory import Memory
+from kvmanager.clients.vllm.packing import Places
 from kvmanager.errors import LayoutMismatch
 from kvmanager.layout import KVFormat, KVLayout, plain_format, plain_layout
 
@@ -17,11 +18,14 @@ LIMIT_LAYERS = 10_000
 class EngineBlocks:
     """KV tensors [blocks, heads, tokens, content], one a layer, all alike; a page holds one block of each, in order.
 
-    Tensors are torch's. On the CPU they are read and written in place, on a GPU by torch's current stream.
+    places: where an element of a head's rows lies in its part of a block, int64[tokens * content]; None: row by row.
+    Pages are row by row always. Tensors are torch's. On the CPU they are read and written in place, on a GPU by torch's
+    current stream.
     """
 
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
+    def __init__(self, tensors: Mapping[str, Any], places: Places | None = None) -> None:
         """Raises LayoutMismatch for tensors that are not alike, or whose blocks are not one piece."""
+        self._places = places
         self._tensors = list(tensors.values())
         if not 1 <= len(self._tensors) <= LIMIT_LAYERS:
             raise LayoutMismatch(f"{len(self._tensors)} KV tensors; 1 to {LIMIT_LAYERS} are served")
@@ -40,6 +44,7 @@ class EngineBlocks:
         )
         self.layout: KVLayout = plain_layout(self.format, self.block_tokens)
         self._block_bytes = self.heads * self.block_tokens * content * first.element_size()
+        self._element_bytes = int(first.element_size())
         self._on_gpu = bool(first.is_cuda)
         self._views = [] if self._on_gpu else [self._bytes(tensor) for tensor in self._tensors]
 
@@ -63,7 +68,7 @@ class EngineBlocks:
                 shaped = data.view(tensor.dtype).view(len(pages), *tensor.shape[1:])
                 tensor[torch.as_tensor(block_ids, device=tensor.device)] = shaped.to(tensor.device)
             else:
-                self._views[place][np.asarray(block_ids)] = rows[np.asarray(pages), start:stop]
+                self._views[place][np.asarray(block_ids)] = self._packed(rows[np.asarray(pages), start:stop])
         self._wait()
 
     def save(self, rows: Memory, pages: Sequence[int], block_ids: Sequence[int]) -> None:
@@ -76,8 +81,31 @@ class EngineBlocks:
                 picked = tensor[torch.as_tensor(block_ids, device=tensor.device)].contiguous()
                 data = picked.view(torch.uint8).reshape(len(pages), -1).cpu().numpy()
             else:
-                data = self._views[place][np.asarray(block_ids)]
+                data = self._unpacked(self._views[place][np.asarray(block_ids)])
             rows[np.asarray(pages), start:stop] = data
+
+    def _unpacked(self, data: Memory) -> Memory:
+        """Blocks of one layer, uint8[blocks, block_bytes], row by row."""
+        if self._places is None:
+            return data
+        elements = self._elements(data)
+        unpacked: Memory = np.take(elements, self._places, axis=2).reshape(data.shape[0], -1).view(np.uint8)
+        return unpacked
+
+    def _packed(self, data: Memory) -> Memory:
+        """The same back."""
+        if self._places is None:
+            return data
+        elements = self._elements(data)
+        packed = np.empty_like(elements)
+        packed[:, :, self._places] = elements
+        back: Memory = packed.reshape(data.shape[0], -1).view(np.uint8)
+        return back
+
+    def _elements(self, data: Memory) -> Any:
+        """[blocks, heads, tokens * content], each of an element's bytes."""
+        width = np.dtype(f"u{self._element_bytes}")
+        return np.ascontiguousarray(data).view(width).reshape(len(data), self.heads, -1)
 
     def _layers(self) -> list[tuple[int, int]]:
         """Bounds of each layer's bytes in a page."""

@@ -23,10 +23,11 @@ from kvmanager.clients.vllm.copying import Copying
 from kvmanager.clients.vllm.handover import params_of, ticket_of
 from kvmanager.clients.vllm.link import Link
 from kvmanager.clients.vllm.orders import Orders, Report
+from kvmanager.clients.vllm.packing import Places, cpu_attention_places
 from kvmanager.clients.vllm.scheduling import Scheduling
 from kvmanager.clients.vllm.settings import Settings, group_table, namespace_of, revision_of
 from kvmanager.clients.worker import connect_worker
-from kvmanager.errors import ConfigError, InvalidArgument
+from kvmanager.errors import ConfigError, InvalidArgument, LayoutMismatch
 from kvmanager.layout import KVFormat, plain_format, plain_layout
 from kvmanager.protos import kvmanager_pb2 as pb
 
@@ -108,7 +109,7 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise ConfigError(f"blocks of {tokens} tokens in the cache, of {cache.block_size} in its keys: not served")
         parts = {
             "namespace": self._settings.namespace, "dtype": model.dtype, "quantization": model.quantization,
-            "cache_dtype": cache.cache_dtype, "ranks": ranks,
+            "cache_dtype": cache.cache_dtype, "ranks": ranks, "pages": "row by row",
         }  # fmt: skip
         revision = revision_of(model.model, model.revision, parts)
         namespace = namespace_of(model.model, revision, kv_format, str(cache.prefix_caching_hash_algo), tokens)
@@ -196,10 +197,16 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._settings is not None
         settings, rank = self._settings, get_tensor_model_parallel_rank()
         self._copying = Copying(
-            EngineBlocks(kv_caches),
+            EngineBlocks(kv_caches, _places(next(iter(kv_caches.values())), self._backend())),
             rank,
             lambda epoch: connect_worker(settings.runtime_dir, settings.engine, epoch, rank),
         )
+
+    def _backend(self) -> str:
+        """The attention backend of the first layer."""
+        layers = self._vllm_config.compilation_config.static_forward_context
+        names = self._kv_cache_config.kv_cache_groups[0].layer_names
+        return str(layers[names[0]].get_attn_backend().get_name())
 
     @_harmless(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -264,6 +271,15 @@ def _ticket(request: Any) -> pb.Ticket | None:
     except InvalidArgument as error:
         _log.warning("request %s: %s", request.request_id, error)
         return None
+
+
+def _places(tensor: Any, backend: str) -> Places | None:
+    """How a backend keeps the rows of a block. Raises LayoutMismatch for one of a CPU that is not known."""
+    if tensor.is_cuda or backend in ("CPU_MLA", "AMX_MLA"):
+        return None
+    if backend == "CPU_ATTN":
+        return cpu_attention_places(int(tensor.shape[2]), int(tensor.shape[3]), tensor.dtype)
+    raise LayoutMismatch(f"how the attention backend {backend} keeps the rows of a block is not known")
 
 
 def _described(kv_cache_config: Any) -> tuple[KVFormat, int]:

@@ -21,8 +21,12 @@ class Line(Protocol):
     epoch: int
     up: bool
 
+    def read(self, call: Callable[[EngineCalls], object]) -> Future[object]:
+        """At once, beside everything else, or fails."""
+        ...
+
     def ask(self, call: Callable[[EngineCalls], object]) -> Future[object]:
-        """Soon, or fails."""
+        """Soon, behind what was asked and told before, or fails."""
         ...
 
     def tell(self, call: Callable[[EngineCalls], object]) -> Future[object]:

@@ -95,6 +95,10 @@ class Link:
         self._again: deque[_Wanted] = deque()
         self._pulls: dict[int, Future[Lease | None]] = {}
         self._pulls_lock = threading.Lock()
+        self._reads: queue.SimpleQueue[tuple[Call, EngineCalls, Future[Any]] | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._run_reads, name="kvmanager-reads", daemon=True)
+        self._reader.start()
+        self._in_doubt = False
         self._stopping = False
         self.epoch = 0
         """Of the registration; 0 before the first."""
@@ -102,6 +106,27 @@ class Link:
         """Whether the daemon answered last."""
         self._thread = threading.Thread(target=self._run, name="kvmanager-link", daemon=True)
         self._thread.start()
+
+    def read(self, call: Callable[[EngineCalls], T]) -> Future[T]:
+        """Makes a call at once, beside the others, whose order does not matter to it; fails as `ask` does."""
+        answer: Future[T] = Future()
+        connection = self._connection
+        if not self.up or connection is None:
+            answer.set_exception(NotReady("the daemon is away"))
+        else:
+            self._reads.put((call, connection.calls, answer))
+        return answer
+
+    def _run_reads(self) -> None:
+        """The reader's thread."""
+        while (read := self._reads.get()) is not None:
+            call, calls, answer = read
+            try:
+                answer.set_result(call(calls))
+            except Exception as error:
+                answer.set_exception(error)
+                self._in_doubt = True
+                self._poke()
 
     def ask(self, call: Callable[[EngineCalls], T]) -> Future[T]:
         """Makes a call soon; fails with NotReady while the daemon is away."""
@@ -120,7 +145,7 @@ class Link:
         return answer
 
     def _poke(self) -> None:
-        """Has the thread look at pulls."""
+        """Has the thread look at pulls, and at the session where that is in doubt."""
         self._wanted.put(None)
 
     def turn_ended(self, session_id: str, stop_reason: str) -> None:
@@ -144,6 +169,8 @@ class Link:
         """Leaves; what was not heard is given up."""
         self._stopping = True
         self._wanted.put(None)
+        self._reads.put(None)
+        self._reader.join(timeout=5.0)
         self._thread.join(timeout=5.0)
 
     # ------------------------------------------------------------------------------ the thread
@@ -182,7 +209,16 @@ class Link:
             if wanted is not None:
                 self._make(wanted)
             else:
+                self._check_session()
                 self._look_at_pulls()
+
+    def _check_session(self) -> None:
+        """After a read that failed: a message shows whether the daemon is there and trusts us."""
+        assert self._connection is not None
+        if self._in_doubt:
+            self._in_doubt = False
+            self._connection.look()
+            self._connection.client.step()
 
     def _look_at_pulls(self) -> None:
         assert self._connection is not None

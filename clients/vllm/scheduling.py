@@ -110,7 +110,7 @@ class Scheduling:
             held.known = 0
             return
         keys, tokens = b"".join(held.keys), len(held.keys) * self._tokens
-        held.lookup = self._line.ask(lambda calls: calls.lookup(keys, tokens))
+        held.lookup = self._line.read(lambda calls: calls.lookup(keys, tokens))
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
         """The request has blocks; where the cache shall fill some, their pages are leased now."""
@@ -127,7 +127,7 @@ class Scheduling:
             return
         lease_id = self._new_lease("load", request_id)
         keys = b"".join(held.keys[: first + count])
-        asked = self._line.ask(lambda calls: calls.acquire(lease_id, keys))
+        asked = self._line.read(lambda calls: calls.acquire(lease_id, keys))
         held.load = Load(lease_id, first, list(block_ids[first : first + count]), asked, self._line.epoch)
 
     def _new_lease(self, kind: str, request_id: str) -> int:

@@ -6,16 +6,17 @@ fence. So a worker that dies while it copies leaves nothing readable, and its pa
 
 from __future__ import annotations
 
+from kvmanager.core.admission import promises_hold
 from kvmanager.core.events import Open, Opened
 from kvmanager.core.fences import check_fence, check_names_all, resolve_fences
 from kvmanager.core.forgetting import condemn
-from kvmanager.core.group import Group
+from kvmanager.core.group import Chain, Group
 from kvmanager.core.leaseevents import AcquirePrefix, EndLease, ReserveSpans
 from kvmanager.core.lifecycle import drop_request
 from kvmanager.core.opening import reserve_spans
 from kvmanager.core.operatorevents import Loss
 from kvmanager.core.request import Phase, Request, RequestChain
-from kvmanager.core.rows import RowList
+from kvmanager.core.rows import RowArray, RowList
 from kvmanager.core.spans import DEVICE
 from kvmanager.core.state import Engine, FenceEntry, State
 from kvmanager.core.tenants import NOBODY
@@ -26,7 +27,10 @@ LONGEST_LEASE_NS = 3_600_000_000_000
 
 
 def acquire(state: State, event: AcquirePrefix) -> Opened:
-    """Pins the longest known prefix; `cached_tokens` of the answer may be 0, and then nothing is held."""
+    """Pins the longest known prefix, as far as no promise to others is broken by it.
+
+    `cached_tokens` of the answer may be 0, and then nothing is held.
+    """
     engine, group = _asked(state, event)
     known = _known(engine, event)
     if known is not None:
@@ -36,15 +40,16 @@ def acquire(state: State, event: AcquirePrefix) -> Opened:
     chain = group.chains[0]
     match = chain.index.match_whole(event.keys, len(event.keys) // group.key_bytes, engine.namespace)
     engine.heard_ns = state.now
-    if match.segments == 0:
+    rows = _pinned(group, chain, match.rows)
+    segments = int(chain.table.segments[rows].sum())
+    if segments == 0:
         return Opened(event.request_id, "runnable")
-    chain.table.pin(match.rows)
-    chain.index.touch(match.rows, state.now)
-    tokens = match.segments * group.spec.page_rows
-    part = RequestChain(chain, RowList(match.rows), len(match.rows), RowList(), int(match.rows[-1]), len(match.rows))
+    chain.index.touch(rows, state.now)
+    tokens = segments * group.spec.page_rows
+    part = RequestChain(chain, RowList(rows), len(rows), RowList(), int(rows[-1]), len(rows))
     request = Request(
         engine.name, engine.epoch, engine.group, engine.namespace, event.request_id, tokens, 0, "",
-        bytearray(event.keys[: match.segments * group.key_bytes]), [part],
+        bytearray(event.keys[: segments * group.key_bytes]), [part],
         capacity_tokens=tokens, committed_tokens=tokens, fenced_tokens=tokens, cached_tokens=tokens,
         ranks_lost=engine.ranks_lost, since=state.now, expires_ns=state.now + event.lease_ttl_ns,
     )  # fmt: skip
@@ -52,6 +57,20 @@ def acquire(state: State, event: AcquirePrefix) -> Opened:
     state.counters["acquire"] += 1
     state.counters["acquired_tokens"] += tokens
     return _answer(request, 0)
+
+
+def _pinned(group: Group, chain: Chain, rows: RowArray) -> RowArray:
+    """Pins the leading spans that can be held back while every promise to others is kept; which they are."""
+    chain.table.pin(rows)
+    if promises_hold(group):
+        return rows
+    chain.table.unpin(rows)
+    for count, row in enumerate(rows.tolist()):
+        chain.table.pin([row])
+        if not promises_hold(group):
+            chain.table.unpin([row])
+            return rows[:count]
+    raise AssertionError("all were pinned one by one, and together they may not be")
 
 
 def reserve(state: State, event: ReserveSpans) -> Opened:

@@ -23,6 +23,7 @@ from tests.bench import (
     request_figures,
     restart_figures,
     survival_figures,
+    vllm_figures,
     wire_figures,
 )
 from tests.bench.figure import Figure
@@ -42,6 +43,7 @@ SUITES: dict[str, Callable[[], Iterator[Figure]]] = {
     "operations": operations_figures.figures,
     "deaths": death_figures.figures,
     "survival": survival_figures.figures,
+    "vllm": vllm_figures.figures,
     "restart": restart_figures.figures,
 }
 

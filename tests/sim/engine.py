@@ -66,12 +66,14 @@ class SimEngine:
     stale: its epoch is over. cut: its stream broke, `pending` is what it does not know the answer to.
     """
 
+    role = "engine"
+
     def __init__(
         self, world: World, group: str, texts: list[Text], tickets: deque[tuple[TicketInfo, Text, int]],
         tenant: str = "",
     ) -> None:  # fmt: skip
         self.world, self.draw, self.tenant = world, world.draw, tenant
-        self.name = f"engine-{group}{tenant}"
+        self.name = f"{self.role}-{group}{tenant}"
         self.spec = next(spec for spec in world.specs if spec.name == group)
         self.texts = texts
         self.tickets = tickets
@@ -334,7 +336,8 @@ class SimEngine:
     def _open(self, request_id: int) -> tuple[Open, SimRequest]:
         ticket: TicketInfo | None = None
         mine = [entry for entry in self.tickets if entry[2] == self.namespace]
-        if self.spec.sparse is not None and mine and self.draw.random() < 0.8:
+        pulls = self.spec.sparse is not None or (self.spec.cache_only and self.spec.ranks == 1)
+        if pulls and mine and self.draw.random() < 0.8:
             self.tickets.remove(mine[0])
             ticket, source, _ = mine[0]
             text = source.fork(len(source.digests))
@@ -434,7 +437,8 @@ class SimEngine:
         answer = self.world.apply(event)
         if isinstance(answer, NotReady):
             return
-        if self.spec.sparse is not None or max(expected, request.committed) == 0:
+        parts = self.spec.cache_only and self.spec.ranks > 1
+        if parts or self.spec.sparse is not None or max(expected, request.committed) == 0:
             assert isinstance(answer, InvalidArgument)
             return
         if isinstance(answer, InvalidArgument):

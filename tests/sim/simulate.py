@@ -20,6 +20,7 @@ from tests.sim.content import Memory, Text
 from tests.sim.crash import Crashes
 from tests.sim.engine import SimEngine
 from tests.sim.harness import World
+from tests.sim.leases import LeaseEngine
 from tests.sim.network import Network
 from tests.sim.operator import operate, unpin_all
 from tests.sim.standstill import nobody_stands_still, quiet
@@ -32,8 +33,9 @@ ACTIONS = {
     "crash": 2, "get_on": 1.5, "reset": 0.2, "rot": 1, "check": 0.3, "pin": 0.6, "unpin": 0.4,
     "evict": 0.3,
 }  # fmt: skip
-MORE = {kind: {"export": 20, "pull": 40} for kind in ("handoff", "many", "pressure")}
+MORE = {kind: {"export": 20, "pull": 40} for kind in ("handoff", "many", "pressure", "caches")}
 PLAN_ENDS = [CopyOutcome.DONE] * 17 + [CopyOutcome.FAILED, CopyOutcome.CANCELLED, CopyOutcome.UNKNOWN_FATE]
+LEASES = "@leases"
 FINISH = -1
 """Number of the last action: everybody leaves, all leases expire, nothing may be left."""
 
@@ -74,11 +76,14 @@ class Simulation:
         self.tickets: deque = deque(maxlen=6)
         tenants = [f"#{tenant.name}" for tenant in limits_of(self.kind).tenants] or [""]
         keys = [(w, spec.name + tenant) for w in self.worlds for spec in w.specs for tenant in tenants]
+        keys += [(w, spec.name + LEASES) for w in self.worlds for spec in w.specs if spec.cache_only]
         self.engines = {key: self._new_engine(w, key) for w, key in keys}
         self.dying: list[SimEngine] = []
 
     def _new_engine(self, world: World, key: str) -> SimEngine:
-        """The engine of `group` or `group#tenant`."""
+        """The engine of `group` or `group#tenant`; of `group@leases` the one that takes leases."""
+        if key.endswith(LEASES):
+            return LeaseEngine(world, key.removesuffix(LEASES), self.texts)
         group, _, tenant = key.partition("#")
         return SimEngine(world, group, self.texts, self.tickets, tenant)
 

@@ -47,6 +47,21 @@ def test_the_short_histories_reach_what_they_are_for() -> None:
         assert counters[name] > 0, (name, counters)
 
 
+def test_leases_reach_what_they_are_for() -> None:
+    happened: Counter[str] = Counter()
+    counters: Counter[str] = Counter()
+    first = list(KINDS).index("caches")
+    for seed in range(first, first + 8 * len(KINDS), len(KINDS)):
+        report = simulate(seed, 400)
+        happened += report.happened
+        counters += report.counters
+    for name in ("leased", "reserved", "stored", "store given up", "load failed", "lease refused", "lease asked again",
+                 "daemon died", "engine gone", "stream resumed"):  # fmt: skip
+        assert happened[name] > 0, (name, happened)
+    for name in ("acquire", "store", "expired_lease", "failed_load", "handoff", "eviction"):
+        assert counters[name] > 0, (name, counters)
+
+
 @pytest.mark.parametrize("seed", range(len(KINDS)))
 def test_same_events_same_effects(seed: int) -> None:
     """The events of a history, applied to other nodes, give the same effects one by one."""

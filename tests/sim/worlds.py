@@ -20,11 +20,12 @@ from kvmanager.core.spec import (
     TenantSpec,
 )
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
-from kvmanager.layout import KVFormat, indexer_layout, latent_layout, native_layout
+from kvmanager.layout import KVFormat, indexer_layout, latent_layout, native_layout, plain_format, plain_layout
 from tests.sim.content import PAGE_ROWS
 
 FORMAT = KVFormat("sim", ((0,), (1, 2, 3)), latent_row_bytes=8, index_value_bytes=8, index_scale_bytes=4)
 DRAFT = KVFormat("sim-draft", ((4,),), latent_row_bytes=8, index_value_bytes=8, index_scale_bytes=4)
+PLAIN = plain_format("float32", 2, 1, 8)
 RANKS = 8
 SOURCE_ORDER = TokenOrder(RANKS, 1)
 LIMITS = Limits(
@@ -108,6 +109,15 @@ def replicated(
         PoolSpec(ram, "host", 1, host_pages, layout.page_bytes, one),
     )
     return GroupSpec(name, ranks, PAGE_ROWS, kv_format, (chain,), pools)
+
+
+def cache(regions: Regions, name: str, pages: int, ranks: int) -> GroupSpec:
+    """Host memory that engines with memory of their own read and fill by leases."""
+    layout = plain_layout(PLAIN, PAGE_ROWS)
+    kv = PageClass("kv", layout, f"{name}/host", regions.add(ranks, pages * layout.page_bytes))
+    chain = ChainSpec("main", Placement.REPLICATED, ranks, PAGE_ROWS, SEQUENTIAL, SEQUENTIAL, (kv,))
+    pool = PoolSpec(f"{name}/host", "host", ranks, pages, layout.page_bytes, (("kv", 1),))
+    return GroupSpec(name, ranks, PAGE_ROWS, PLAIN, (chain,), (pool,))
 
 
 def hisparse(
@@ -239,10 +249,16 @@ def _shared_decode(regions: Regions, draw: random.Random) -> Nodes:
     return [sharing(regions, groups, extents, 8 * groups[0].pools[1].slab_bytes, limits)]
 
 
+def _caches(regions: Regions, draw: random.Random) -> Nodes:
+    """Leases beside requests of sessions, which are handed over between two of the caches."""
+    left, right = (cache(regions, name, draw.randint(40, 110), 1) for name in ("left", "right"))
+    return [[left, cache(regions, "wide", draw.randint(40, 110), 2)], [right]]
+
+
 KINDS: dict[str, Callable[[Regions, random.Random], Nodes]] = {
     "sharded": _one_sharded, "two-chains": _two_chains, "handoff": _handoff, "many": _many,
     "overbooked": _overbooked, "tenants": _tenants, "shared": _shared, "shared-decode": _shared_decode,
-    "pressure": _pressure,
+    "pressure": _pressure, "caches": _caches,
 }  # fmt: skip
 _TENANTS = (TenantSpec("a", floor=0.3), TenantSpec("b", ceiling=0.6, priority=1))
 _OTHER_LIMITS: dict[str, dict[str, Any]] = {

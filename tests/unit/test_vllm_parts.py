@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvmanager.clients.vllm.blocks import EngineBlocks
+from kvmanager.clients.vllm.packing import places_of
 from kvmanager.clients.vllm.settings import Settings, group_table, namespace_of, revision_of
 from kvmanager.config import NodeConfig
 from kvmanager.errors import ConfigError, InvalidArgument, LayoutMismatch
@@ -41,6 +42,44 @@ def test_blocks_come_back_as_they_were_and_where_the_layout_says(dtype: torch.dt
         assert torch.equal(tensor[1], before[name][8])
         assert torch.equal(tensor[2], before[name][3])
         assert not tensor[3].any()
+
+
+def stored(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """As attention on a CPU keeps them: keys the other way round, values behind them."""
+    return torch.cat((keys[:, 0].T.flatten(), values.flatten()))
+
+
+def test_a_kernel_is_asked_where_it_keeps_what() -> None:
+    assert places_of(lambda keys, values: torch.cat((keys, values), dim=2), ROWS, CONTENT, torch.float32) is None
+    for dtype in (torch.float32, torch.bfloat16):
+        places = places_of(stored, ROWS, CONTENT, dtype)
+        assert places is not None
+        assert places[3 * CONTENT + 1] == ROWS + 3, "element 1 of key 3"
+        assert places[3 * CONTENT + CONTENT // 2] == (ROWS + 3) * CONTENT // 2, "element 0 of value 3"
+    with pytest.raises(LayoutMismatch, match="as they are"):
+        places_of(lambda keys, values: stored(keys, values) * 2, ROWS, CONTENT, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_are_row_by_row_however_the_kernel_keeps_a_block(dtype: torch.dtype) -> None:
+    held = tensors(dtype)
+    true = {name: torch.randn(HEADS, ROWS, CONTENT).to(dtype) for name in held}
+    for name, tensor in held.items():
+        for head in range(HEADS):
+            keys, values = true[name][head, :, None].chunk(2, dim=2)
+            tensor[4, head] = stored(keys, values).view(ROWS, CONTENT)
+    blocks = EngineBlocks(held, places_of(stored, ROWS, CONTENT, dtype))
+    rows = np.zeros((2, blocks.layout.page_bytes), np.uint8)
+    blocks.save(rows, [1], [4])
+    for component in blocks.layout.components:
+        layer, head = divmod(component.layer, HEADS)
+        for slot in range(ROWS):
+            at = component.offset + slot * component.slot_stride
+            row = true[f"layer.{layer}"][head, slot].view(torch.uint8).numpy()
+            assert np.array_equal(rows[1, at : at + component.row_bytes], row)
+    blocks.load(rows, [1], [7])
+    for tensor in held.values():
+        assert torch.equal(tensor[7], tensor[4])
 
 
 def test_tensors_that_differ_or_are_not_whole_blocks_are_refused() -> None:

@@ -45,6 +45,8 @@ class FakeLine:
         self.asked.append((str(said[0][0]), said[0][1:], future))
         return future
 
+    read = ask
+
     def tell(self, call):
         call(Calls(self.told))
         return Future()
