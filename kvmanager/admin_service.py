@@ -333,7 +333,7 @@ def _prefix(group: Group, chain: Chain, leaf: int) -> pb.PrefixStatus:
 
 def _leases(state: State, tenant: str | None) -> pb.LeasesReply:
     now = time.monotonic_ns()
-    return pb.LeasesReply(
+    reply = pb.LeasesReply(
         leases=[
             pb.LeaseStatus(
                 lease_id=ticket.ticket_id,
@@ -347,3 +347,16 @@ def _leases(state: State, tenant: str | None) -> pb.LeasesReply:
             if tenant in (None, tenant_of(state, ticket))
         ]
     )
+    for engine in _engines(state, tenant):
+        for request in engine.requests.values():
+            if request.expires_ns:
+                reads = request.chains[0].shared == len(request.chains[0].rows)
+                reply.leases.add(
+                    lease_id=f"{request.request_id:x}",
+                    kind="read" if reads else "fill",
+                    holder=engine.name,
+                    request_id=request.request_id,
+                    tokens=request.prompt_tokens,
+                    expires_in_ns=max(request.expires_ns - now, 0),
+                )
+    return reply

@@ -3628,15 +3628,15 @@ class LeaseStatus(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_NS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
-    """id in hex"""
+    """id in hex; of "read" and "fill" unique for its holder alone"""
     kind: _builtins.str
-    """"ticket" """
+    """"ticket", "read" and "fill" (of engines with memory of their own)"""
     holder: _builtins.str
-    """role of the one who accepted it: "peer"; empty: nobody yet"""
+    """who accepted a ticket, empty: nobody yet; of the others the engine"""
     request_id: _builtins.int
     """id of the request whose pages it pins"""
     tokens: _builtins.int
-    """tokens that can be read"""
+    """tokens that can be read, or will be filled"""
     expires_in_ns: _builtins.int
     """nanoseconds left; 0: expired"""
     def __init__(

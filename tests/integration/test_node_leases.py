@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from nodes_support import Node, kill_and_wait, node, says, script, wait_for
 
-from kvmanager.clients.leases import CacheEngine
+from kvmanager.clients.leases import LEASE_TTL_NS, CacheEngine
 from kvmanager.errors import InvalidArgument, LayoutMismatch, UnknownLease
 from kvmanager.layout import plain_format, plain_layout
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -111,6 +111,9 @@ def test_what_is_reserved_is_readable_by_nobody_until_the_writer_says_so(served:
     writer, reader = engine(served.runtime_dir, "w"), engine(served.runtime_dir, "r")
     reserved = writer.reserve(1, keys(1, 4))
     assert len(reserved.pages) == 4
+    (shown,) = served.admin.leases().leases
+    assert (shown.kind, shown.holder, shown.request_id, shown.tokens) == ("fill", "w", 1, 4 * ROWS)
+    assert 0 < shown.expires_in_ns <= LEASE_TTL_NS
     assert reader.lookup(keys(1, 4), 4 * ROWS) == 0
     writer.abort(1)
     assert served.pools()["kv/host"][0] == PAGES * LAYOUT.page_bytes
@@ -125,6 +128,7 @@ def test_daemon_killed_between_the_steps(served: Node) -> None:
     store(held, 1, what=3, segments=4)
     wait_for(lambda: reader.lookup(keys(3, 4), 4 * ROWS) == 4 * ROWS)
     reading = reader.acquire(1, keys(3, 4))
+    assert [(shown.kind, shown.holder) for shown in served.admin.leases().leases] == [("read", "b")]
     reserved = held.reserve(2, keys(5, 4))
     for place, page in enumerate(reserved.pages):
         held.page(0, page)[:] = content(5, place)
