@@ -9,7 +9,9 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from kvmanager.attach import ClientIdentity
+from kvmanager.config import NodeConfig
 from kvmanager.errors import KVError, Suspect, Unauthorized
+from kvmanager.securityconfig import trust_of
 from kvmanager.wire import TOKEN_METADATA_KEY, abort_with
 
 Reply = TypeVar("Reply")
@@ -41,8 +43,10 @@ class Callers:
         identities: Identities,
         tenant_of: Callable[[int], str] = lambda uid: f"uid {uid}",
         sees_all: Callable[[int], bool] = lambda _uid: True,
+        trust_of: Callable[[int], str] = lambda _uid: "",
     ) -> None:
-        """`tenant_of(uid)`; `sees_all(uid)`: whether a reader is shown what is other tenants'."""
+        """`tenant_of(uid)`, `trust_of(uid)`; `sees_all(uid)`: whether a reader is shown what is other tenants'."""
+        self.trust_of = trust_of
         self._identities = identities
         self.tenant_of = tenant_of
         self._sees_all = sees_all
@@ -99,3 +103,8 @@ def typed(
             abort_with(context, error)
 
     return wrapped
+
+
+def callers_of(config: NodeConfig, identities: Identities) -> Callers:
+    """With the tenants, readers and trust domains of a configuration."""
+    return Callers(identities, config.tenant_of, config.access.sees_all, lambda uid: trust_of(config, uid))

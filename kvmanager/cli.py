@@ -79,6 +79,7 @@ def serve(
     where = ["--runtime-dir", str(node.node.runtime_dir), "--device", node.node.device]
     where += ["--drain-ms", str(node.node.drain_ms), *(["--spare"] if node.node.spare else [])]
     where += ["--cold"] if cold else []
+    where += [f"--mover=--ucx-devices={node.mover.data_interface}"]
     os.execv(sys.executable, [*command, *where])
 
 

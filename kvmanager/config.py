@@ -26,9 +26,9 @@ from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
 from kvmanager.groupchecks import check_group, check_keys_of_kind
 from kvmanager.hostregions import HostShare, shared_host_regions
 from kvmanager.layout import KVFormat, format_named
-from kvmanager.moverconfig import MoverSection
+from kvmanager.moverconfig import MoverSection, interfaces
 from kvmanager.operationsconfig import OPERATIONS, HealthSection, HistorySection, MetricsSection
-from kvmanager.securityconfig import SECURITY, AccessSection, PeerSection, TlsSection, check_tcp
+from kvmanager.securityconfig import SECURITY, AccessSection, PeerSection, TlsSection, check_security
 from kvmanager.units import MILLISECOND_NS, format_bytes
 
 HOUR_MS: Final = 3_600_000
@@ -162,6 +162,7 @@ class GroupSection:
     residency: str = Residency.HYBRID
     host_split: str = "soft"
     offload_bytes_per_rank: int = 0
+    trust: str = ""
 
     @property
     def kv_format(self) -> KVFormat:
@@ -226,6 +227,7 @@ class TenantSection:
     floor: float = 0.0
     ceiling: float = 1.0
     priority: int = 0
+    trust: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +280,7 @@ class NodeConfig:
                      events=_events(table.get("events", [])))
         check_streams(config.events, [group.name for group in config.groups])
         _check_mover(config)
-        check_tcp(config)
+        check_security(config)
         return config
 
     def tenant_of(self, uid: int) -> str:
@@ -366,6 +368,7 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "staging_bytes": parse.size,
         "chunk_bytes": parse.size,
         "pull_deadline_ms": parse.count(1),
+        "data_interface": interfaces,
         "to_host_gb_per_s": parse.rate,
         "to_device_gb_per_s": parse.rate,
         "both_ways_gb_per_s": parse.rate,
@@ -388,6 +391,7 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "floor": parse.share,
         "ceiling": parse.share,
         "priority": parse.count(0),
+        "trust": parse.text,
     },
     GroupSection: {
         "name": parse.text,
@@ -409,6 +413,7 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "residency": parse.choice(*Residency),
         "host_split": parse.choice("soft", "strict"),
         "offload_bytes_per_rank": parse.size,
+        "trust": parse.text,
     },
 }
 

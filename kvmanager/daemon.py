@@ -29,7 +29,7 @@ from kvmanager.admin_service import AdminService
 from kvmanager.allocators.backing import host_room
 from kvmanager.allocators.numa import NO_NODE, gpu_node
 from kvmanager.attach import AttachServer, ClientIdentity
-from kvmanager.callers import Callers
+from kvmanager.callers import callers_of
 from kvmanager.certificates import Certificates, http_tls
 from kvmanager.clientnotes import EngineNote, RankNote, clients_of
 from kvmanager.config import NodeConfig
@@ -194,7 +194,7 @@ class Daemon:
             on_failure=self._fail,
             check_role=self._config.access.check_role,
         )
-        callers = Callers(attach_server, self._config.tenant_of, self._config.access.sees_all)
+        callers = callers_of(self._config, attach_server)
         fence = self._config.fence
         self._fence = Fence(fence.action, self._membership, attach_server)
         self._workers = WorkerService(

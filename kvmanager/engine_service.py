@@ -15,7 +15,7 @@ from kvmanager.clientnotes import ClientNote, EngineNote
 from kvmanager.compatibility import check_ticket
 from kvmanager.core.events import EngineResumed, Opened, Registered
 from kvmanager.core.node import Node
-from kvmanager.errors import Draining, InvalidArgument, KVError, LayoutMismatch, StaleBoot
+from kvmanager.errors import Draining, InvalidArgument, KVError, LayoutMismatch, StaleBoot, Unauthorized
 from kvmanager.leasemessages import acquire_event, done_event, store_event
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership, Registration
@@ -87,6 +87,11 @@ class EngineService(pb_grpc.EngineServicer):
             raise LayoutMismatch(
                 f"namespace.kv_format is {request.namespace.kv_format!r}, group {request.group!r} holds "
                 f"{group.spec.kv_format.name!r}; register for a group of your format, or change the node's"
+            )
+        if group is not None and group.spec.trust != self._callers.trust_of(identity.uid):
+            raise Unauthorized(
+                f"group {request.group!r} is of trust domain {group.spec.trust!r}, and your tenant is not: its engines "
+                "map memory that yours must not see"
             )
         note = EngineNote(ClientNote.of(identity), request.namespace).stored()
         event = replace(register_event(request, tenant=self._callers.tenant_of(identity.uid)), note=note)

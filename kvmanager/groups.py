@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from kvmanager.config import GroupSection, NodeConfig
@@ -38,9 +39,20 @@ class NodeMemory:
     regions: tuple[RegionInfo, ...]
     groups: tuple[GroupSpec, ...]
 
+    @property
+    def timelines(self) -> dict[str, int]:
+        """Trust domain -> the region of its engines' timeline words, which others can neither read nor raise."""
+        regions = [region.region_id for region in self.regions if region.kind is RegionKind.TIMELINE]
+        return dict(zip(trust_domains(self.groups), regions, strict=True))
+
     def region(self, region_id: int) -> RegionInfo:
         """The region of that id."""
         return self.regions[region_id - 1]
+
+
+def trust_domains(groups: Iterable[GroupSpec | GroupSection]) -> list[str]:
+    """Those that groups have, in a fixed order; one where there is no group."""
+    return sorted({group.trust for group in groups}) or [""]
 
 
 def plan_memory(config: NodeConfig) -> NodeMemory:
@@ -59,12 +71,14 @@ def plan_memory(config: NodeConfig) -> NodeMemory:
             if region.name not in made:
                 made[region.name] = _add_host_region(regions, region, config.node.device)
             group = _BUILDERS[section.kind](section, device, made[region.name])
-            groups.append(in_extents(group, region, section.host_share))
+            groups.append(replace(in_extents(group, region, section.host_share), trust=section.trust))
             continue
         own = section.host_units - section.offload_units
         host = _regions(regions, section, RegionKind.HOST, own, config.node.device)
         host += _regions(regions, section, RegionKind.HOST, section.offload_units, config.node.device, "offload")
-        groups.append(_BUILDERS[section.kind](section, device, host))
+        groups.append(replace(_BUILDERS[section.kind](section, device, host), trust=section.trust))
+    for _ in trust_domains(groups)[1:]:
+        regions.append(replace(regions[0], region_id=len(regions) + 1))
     return NodeMemory(tuple(regions), tuple(groups))
 
 

@@ -9,8 +9,7 @@ It loads the standard library only: no gRPC, no torch, no numpy, no CUDA.
                         --(SIGTERM, SIGINT)--> stop, exit 0
                         --(SIGHUP)--> passed on to the daemon, once it serves: it reads its file again
                         --(SIGUSR2)--> the program that is installed now takes over in this process (execve)
-    stop: SIGTERM to the daemon, which drains; then to the movers. SIGKILL to what outlasts its deadline,
-          or on a second signal.
+    stop: SIGTERM to the daemon, which drains; then to the movers. SIGKILL to what is late, or on a second signal.
 
 Its own death costs nothing. The children live on; the next keeper on the same runtime directory finds them by
 their lock files, has the daemon give everything back over its 0700 directory's `keeper.sock`, and goes on. Where
@@ -279,12 +278,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--drain-ms", type=int, default=10_000, help="how long the daemon drains on SIGTERM")
     parser.add_argument("--restart-window-s", type=float, default=60.0, help="at most 5 deaths of a child within it")
     parser.add_argument("--spare", action="store_true", help="keep a process ready that takes a dead daemon's place")
+    parser.add_argument("--mover", action="append", default=[], help="an argument of all movers")
     parser.add_argument("--cold", action="store_true", help="give up memory that was kept")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s keeper: %(message)s", stream=sys.stderr)
     python, runtime_dir = (sys.executable, "-m"), options.runtime_dir
     daemon = (*python, "kvmanager.daemon", "--config", str(options.config))
-    mover = (*python, "kvmanager.mover", "--runtime-dir", str(runtime_dir), "--device")
+    mover = (*python, "kvmanager.mover", "--runtime-dir", str(runtime_dir), *options.mover, "--device")
     movers = {f"mover-{device}": (*mover, device) for device in options.device}
     spare = (*python, "kvmanager.spare", *daemon[2:]) if options.spare else ()
     limits = KeeperLimits(options.drain_ms / 1000 + _CLOSE_S, restart_window_s=options.restart_window_s)

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmanager.allocators.backing import check_sealed, map_fd, open_memfd
 from kvmanager.allocators.device_memory import check_no_memfd, create_device_memory
 from kvmanager.errors import LimitExceeded, UnknownLease
-from kvmanager.groups import TIMELINE_REGION, TIMELINE_WORDS, NodeMemory
+from kvmanager.groups import TIMELINE_WORDS, NodeMemory
 from kvmanager.wire import RegionInfo
 
 
@@ -70,12 +71,16 @@ class NodeRegions:
         except BaseException:
             self.close()
             raise
-        timelines = plan.region(TIMELINE_REGION)
-        self._words = map_fd(self._fds[TIMELINE_REGION], timelines.size_bytes).view(np.uint64)
+        self._domains = list(plan.timelines)
+        self._words = [
+            map_fd(self._fds[region_id], plan.region(region_id).size_bytes).view(np.uint64)
+            for region_id in plan.timelines.values()
+        ]
         self._attached: dict[int, tuple[int, tuple[int, ...]]] = {}  # attach id -> (word, regions it may map)
         self._ended: dict[int, int] = {}  # attach id -> its word, which its process may still write
         self._free_words: list[int] = []
-        self._next_word = words_used
+        # Word w is word w // n of the w % n-th of n trust domains.
+        self._next_word = [-(-words_used // len(self._words))] * len(self._words)
         self._lock = threading.Lock()
 
     @property
@@ -92,18 +97,31 @@ class NodeRegions:
         """The region's description."""
         return self.plan.region(region_id)
 
-    def new_word(self) -> int:
+    def _word(self, word: int) -> tuple[npt.NDArray[np.uint64], int]:
+        """The array that it lies in, and where."""
+        return self._words[word % len(self._words)], self.place_of(word)
+
+    def place_of(self, word: int) -> int:
+        """The word's index in its region."""
+        return word // len(self._words)
+
+    def new_word(self, trust: str = "") -> int:
         """A timeline word, zero, that no living process ever had: nobody else can raise it. Raises LimitExceeded."""
+        domain, domains = self._domains.index(trust), len(self._domains)
         with self._lock:
-            if self._free_words:
-                word = self._free_words.pop()
-            elif self._next_word < TIMELINE_WORDS:
-                word, self._next_word = self._next_word, self._next_word + 1
+            free = [word for word in self._free_words if word % domains == domain]
+            if free:
+                word = free[-1]
+                self._free_words.remove(word)
+            elif self._next_word[domain] < TIMELINE_WORDS:
+                word = self._next_word[domain] * domains + domain
+                self._next_word[domain] += 1
             else:
                 raise LimitExceeded(
                     f"all {TIMELINE_WORDS} timeline words belong to ranks whose processes live; end some of them"
                 )
-            self._words[word] = 0
+            words, place = self._word(word)
+            words[place] = 0
             return word
 
     def return_word(self, word: int) -> None:
@@ -119,7 +137,9 @@ class NodeRegions:
     def free_unbound(self) -> None:
         """After a daemon's death: no process lives that had a word but those that are bound now."""
         with self._lock:
-            self._free_words = sorted(set(range(self._next_word)) - {word for word, _ in self._attached.values()})
+            domains = len(self._domains)
+            given = {place * domains + at for at, end in enumerate(self._next_word) for place in range(end)}
+            self._free_words = sorted(given - {word for word, _ in self._attached.values()})
 
     def bind(self, attach_id: int, word: int, granted: tuple[int, ...]) -> None:
         """From now on `read` reports this attach's word, and it may have the descriptors of `granted`."""
@@ -133,7 +153,8 @@ class NodeRegions:
             if attached is None:
                 raise UnknownLease(f"attach {attach_id} is unknown or has ended")
             self._ended[attach_id] = attached[0]
-            return int(self._words[attached[0]])
+            words, place = self._word(attached[0])
+            return int(words[place])
 
     def granted_fds(self, attach_id: int) -> list[int]:
         """The descriptors of an attach, in order; they stay ours. Raises UnknownLease."""
@@ -146,7 +167,8 @@ class NodeRegions:
     def read(self) -> dict[int, int]:
         """Attach id -> value of its timeline word."""
         with self._lock:
-            return {attach_id: int(self._words[word]) for attach_id, (word, _) in self._attached.items()}
+            found = {attach_id: self._word(word) for attach_id, (word, _) in self._attached.items()}
+            return {attach_id: int(words[place]) for attach_id, (words, place) in found.items()}
 
     def close(self) -> None:
         """Closes our descriptors; the keeper's and the clients' keep the memory."""

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from kvmanager.transport.pacing import LinkRates
 from kvmanager.units import MIB, MILLISECOND_NS
 
 
+def interfaces(value: object) -> str:
+    """Names of devices, with commas between; UCX's words for all of them are refused."""
+    names = value.split(",") if isinstance(value, str) else []
+    if not names or not all(re.fullmatch(r"[A-Za-z0-9_.:-]+", name) for name in names):
+        raise ValueError(f"{value!r} is not a list of devices as \"eth1\" or \"mlx5_0:1,eth1\"")
+    if {"all", "any"} & set(names):
+        raise ValueError(f"{value!r}: name the data network's devices; everybody who reaches the others could read")
+    return ",".join(names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoverSection:
     """`[mover]`: staging for pulls, in chunks of `chunk_bytes`; rates of its links in GB/s (1e9 bytes), 0: no limit.
+
+    data_interface: network devices, as UCX names them, that pulls may use; the mover's agent listens nowhere else.
 
     both_ways_gb_per_s: what write-back keeps to in sum with all else, so that it takes what onboarding leaves.
     """
@@ -18,6 +31,7 @@ class MoverSection:
     staging_bytes: int = 64 * MIB
     chunk_bytes: int = 8 * MIB
     pull_deadline_ms: int = 20_000
+    data_interface: str = "lo"
     to_host_gb_per_s: float = 0.0
     to_device_gb_per_s: float = 0.0
     both_ways_gb_per_s: float = 0.0

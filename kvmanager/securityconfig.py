@@ -142,6 +142,39 @@ def is_plain(tls: TlsSection, where: str) -> bool:
     return tls.plain_loopback and is_loopback(where)
 
 
+def trust_of(config: NodeConfig, uid: int) -> str:
+    """The trust domain of a user's engines."""
+    return next((tenant.trust for tenant in config.tenants if uid in tenant.uids), "")
+
+
+def check_security(config: NodeConfig) -> None:
+    """Refuses what would be open to strangers. Raises ConfigError naming the key."""
+    check_tcp(config)
+    _check_trust(config)
+
+
+def _check_trust(config: NodeConfig) -> None:
+    """One region is mapped by engines of one trust domain."""
+    domains = {tenant.trust for tenant in config.tenants} | {""}
+    for group in config.groups:
+        where = f"[[group]] {group.name!r} trust"
+        if group.trust not in domains:
+            raise ConfigError(f"{where}: no [[tenant]] has trust = {group.trust!r}, so nobody could use the group")
+        if not group.host_region:
+            continue
+        sharing = [other for other in config.groups if other.host_region == group.host_region]
+        strangers = [other.name for other in sharing if other.trust != group.trust]
+        if strangers and any(other.kind == "hisparse" for other in sharing):
+            raise ConfigError(
+                f"{where}: its host_region {group.host_region!r} is shared with {', '.join(strangers)} of another "
+                "trust domain, and engines of a hisparse group map it; give each domain a region of its own"
+            )
+    served = {group.trust for group in config.groups}
+    for tenant in config.tenants:
+        if tenant.trust not in served:
+            raise ConfigError(f"[[tenant]] {tenant.name!r} trust: no [[group]] has trust = {tenant.trust!r}")
+
+
 def check_tcp(config: NodeConfig) -> None:
     """Refuses every TCP listener that would be open without a certificate. Raises ConfigError naming the key."""
     tls, peer = config.tls, config.peer

@@ -12,7 +12,6 @@ from kvmanager.core.events import Attached, AttachRank, DetachRank
 from kvmanager.core.node import Node
 from kvmanager.core.spec import GroupSpec
 from kvmanager.errors import KVError, StaleEpoch, Unauthorized
-from kvmanager.groups import TIMELINE_REGION
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership
 from kvmanager.memory import NodeRegions
@@ -54,7 +53,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         before = self._loop.inspect(lambda node: _attached_before(node, request, identity.token))
         if before is not None:  # its answer was lost
             return self._reply(*before, layouts)
-        note = RankNote(ClientNote.of(identity), self._regions.new_word(), _granted(layouts))
+        note = RankNote(ClientNote.of(identity), self._regions.new_word(spec.trust), self._granted(spec, layouts))
         event = AttachRank(request.engine, request.epoch, request.rank, note.word, note.stored())
         try:
             answer: Attached = self._loop.call(event)
@@ -74,11 +73,16 @@ class WorkerService(pb_grpc.WorkerServicer):
     def _reply(self, attach_id: int, note: RankNote, layouts: list[pb.ClassLayout]) -> pb.AttachReply:
         return pb.AttachReply(
             attach_id=attach_id,
-            timeline_word=note.word,
+            timeline_word=self._regions.place_of(note.word),
             boot_id=self._boot_id,
             layouts=layouts,
             regions=[region_to_proto(self._regions.region(region_id)) for region_id in note.regions],
         )
+
+    def _granted(self, spec: GroupSpec, layouts: list[pb.ClassLayout]) -> tuple[int, ...]:
+        """Region ids in a fixed order, each once: the timelines of its trust domain, then what the layouts name."""
+        named = [region for entry in layouts for region in (entry.device_region, entry.host_region) if region]
+        return tuple(dict.fromkeys([self._regions.plan.timelines[spec.trust], *named]))
 
     def fds_for(self, token: str, attach_id: int) -> list[int]:
         """The descriptors of an attach, for the process that made it. Raises UnknownLease, Unauthorized."""
@@ -126,9 +130,3 @@ def _layouts(spec: GroupSpec, rank: int) -> list[pb.ClassLayout]:
             )
         )
     return layouts
-
-
-def _granted(layouts: list[pb.ClassLayout]) -> tuple[int, ...]:
-    """Region ids in a fixed order, each once: the timelines, then what the layouts name."""
-    named = [region for entry in layouts for region in (entry.device_region, entry.host_region) if region]
-    return tuple(dict.fromkeys([TIMELINE_REGION, *named]))

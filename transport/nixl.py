@@ -40,6 +40,7 @@ from kvmanager.errors import (
     TransferTimeout,
 )
 from kvmanager.transport.executor import Outcome, RegionMap
+from kvmanager.transport.listeners import check_listeners
 from kvmanager.transport.runs import join_neighbours
 
 U64Array = npt.NDArray[np.uint64]
@@ -60,6 +61,11 @@ class UcxSettings:
 
     transports: str = "tcp,cma,self"
     net_devices: str = "lo"
+
+    @property
+    def interfaces(self) -> list[str]:
+        """The names in `net_devices`."""
+        return self.net_devices.split(",")
 
     @classmethod
     def for_device(cls, device: str) -> UcxSettings:
@@ -160,7 +166,8 @@ class NixlReader:
         that makes progress else would wait for the same locks as the owner, milliseconds for each message.
         """
         self._gpu = gpu
-        api = load_nixl(settings or UcxSettings())
+        settings = settings or UcxSettings()
+        api = load_nixl(settings)
         self.name = agent_name(name, incarnation)
         self._regions = regions
         self._clock_ns = clock_ns
@@ -169,7 +176,11 @@ class NixlReader:
             getattr(self._bindings, e) for e in dir(self._bindings) if e.startswith("nixl") and e.endswith("Error")
         )
         config = api.nixl_agent_config(
-            enable_prog_thread=not polled, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+            enable_prog_thread=not polled,
+            # It would listen on every address, for everybody; metadata goes from daemon to daemon.
+            enable_listen_thread=False,
+            backends=[],
+            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         start_errors: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
         try:
@@ -178,6 +189,11 @@ class NixlReader:
             self._agent.create_backend("UCX", {})
         except start_errors as error:
             raise ConfigError(f"NIXL can't start UCX over {settings}: {_text(error)}") from error
+        try:
+            check_listeners(settings.interfaces)
+        except ConfigError:
+            del self._agent  # its sockets close with it
+            raise
         self._registered: dict[int, Any] = {}
         self._metadata = b""
         self._peers: dict[str, bytes] = {}

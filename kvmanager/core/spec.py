@@ -133,7 +133,10 @@ class SparseSpec:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A shard group: the memory that one engine's ranks share."""
+    """A shard group: the memory that one engine's ranks share.
+
+    trust: whose engines may map it; the core does not look at it, but goes on from no journal with another one.
+    """
 
     name: str
     ranks: int
@@ -142,6 +145,7 @@ class GroupSpec:
     chains: tuple[ChainSpec, ...]
     pools: tuple[PoolSpec, ...]
     sparse: SparseSpec | None = None
+    trust: str = ""
 
     @property
     def swaps(self) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from nodes_support import (
+    GROUP,
     SPAN,
     Node,
     device_pages,
@@ -38,6 +39,10 @@ uids = [{os.getuid()}]
 [[tenant]]
 name = "them"
 uids = [{OTHER_UID}]
+[[tenant]]
+name = "vault"
+uids = [{OTHER_UID + 1}]
+trust = "vault"
 """
 
 THEM = """
@@ -51,7 +56,9 @@ from kvmanager.errors import KVError
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.wire import error_from_rpc
-from nodes_support import SPAN, open_of, prefill_engine, run_request, tokens_of
+from kvmanager.clients.attached_engine import AttachedEngine
+from kvmanager.demo.nodes import NAMESPACE
+from nodes_support import LAYOUT, RANKS, SPAN, prefill_engine, run_request, tokens_of
 
 runtime_dir, epoch, ticket_id = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
@@ -79,6 +86,9 @@ worker = stub("worker", pb_grpc.WorkerStub)
 told("their-rank", lambda: worker.Attach(pb.AttachRequest(engine="engine", epoch=epoch, rank=0)))
 told("their-name", lambda: prefill_engine(runtime_dir, "engine"))
 engine = prefill_engine(runtime_dir, "theirs")
+told("closed", lambda: AttachedEngine(
+    runtime_dir, "c", group="closed", namespace=NAMESPACE, layouts=[LAYOUT], ranks=RANKS
+))
 told("same-prompt", lambda: run_request(engine, 1, tokens_of(1, 2 * SPAN), 99))
 told("again", lambda: run_request(engine, 2, tokens_of(1, 2 * SPAN), 99) > 0)
 told("export", lambda: engine.client.export(1))
@@ -104,6 +114,7 @@ EXPECTED = {
     "role-peer": "Unauthorized",
     "their-rank": "Unauthorized",
     "their-name": "Unauthorized",
+    "closed": "Unauthorized",
     "same-prompt": "0",
     "again": "True",
     "export": "UnknownRequest",
@@ -129,7 +140,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
     def config(runtime_dir: Path, *, name: str) -> str:
         text = prefill_toml(runtime_dir, name=name, pages=64, more=ME, lease="ticket_ttl_ms = 120000")
-        return text.replace("[node]\n", f"[node]\n{trusted}\n")
+        group = text[text.index("[[group]]") :].replace(f'name = "{GROUP}"', 'name = "closed"\ntrust = "vault"')
+        return text.replace("[node]\n", f"[node]\n{trusted}\n") + group
 
     with node(tmp_path_factory.mktemp("walls"), "prefill", config) as running:
         yield running

@@ -36,7 +36,7 @@ def test_ranks_come_and_go_without_end(regions: NodeRegions) -> None:
     for attach_id in range(20 * WORDS):
         word = attach(regions, attach_id)
         assert regions.read() == {attach_id: 0}
-        regions._words[word] = attach_id + 1
+        regions._words[0][word] = attach_id + 1
         assert regions.unbind(attach_id) == attach_id + 1
         regions.free_words([attach_id])
 
@@ -64,7 +64,7 @@ def test_after_a_restart_of_the_daemon(monkeypatch: pytest.MonkeyPatch, others_l
     monkeypatch.setattr(memory, "TIMELINE_WORDS", WORDS)
     fd = open_memfd("timelines", WORDS * 8)
     regions = NodeRegions(PLAN, None, {TIMELINE_REGION: fd}, words_used=3)
-    regions._words[:3] = np.arange(1, 4, dtype=np.uint64)
+    regions._words[0][:3] = np.arange(1, 4, dtype=np.uint64)
     regions.bind(7, 1, ())
     if not others_live:
         regions.free_unbound()
