@@ -3,7 +3,8 @@
 A line is JSON: `meeting` (a path), `size`, `interleave`, `timeout_s`, `absent` (ranks that never come), and `dying`
 (rank: [signal, read]): such a rank sends itself that signal before the given read of latent rows, in the middle of a
 step. The ranks compute the prompt over shards, then the answer where they lie. The reply is a line with what each said,
-or the signal that ended it; those that are still there when the others have ended are killed.
+or the signal that ended it. A rank that has said something lives on until all others have, so that nobody learns of a
+lost rank from the end of another one's process.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def rank_work(rank: int, group: dict[str, Any]) -> dict[str, object]:
     return {**said, "leases": space.leases, "held": space.held}
 
 
-def fork_rank(rank: int, group: dict[str, Any]) -> tuple[int, int]:
-    """(pid, end of a pipe that it writes what it says to)."""
+def fork_rank(rank: int, group: dict[str, Any], hold: tuple[int, int]) -> tuple[int, int]:
+    """(pid, end of a pipe that it writes what it says to). It lives until the pipe `hold` has no writer."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid:
@@ -83,7 +84,10 @@ def fork_rank(rank: int, group: dict[str, Any]) -> tuple[int, int]:
     code = 1
     try:
         os.close(reads)
+        os.close(hold[1])
         os.write(writes, json.dumps(rank_work(rank, group)).encode())
+        os.close(writes)
+        os.read(hold[0], 1)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -93,7 +97,8 @@ def fork_rank(rank: int, group: dict[str, Any]) -> tuple[int, int]:
 def run_group(group: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank said; `signal` where one ended it, `lives` where it had to be killed here."""
     present = [rank for rank in range(group["size"]) if rank not in group["absent"]]
-    ranks = {rank: fork_rank(rank, group) for rank in present}
+    hold = os.pipe()
+    ranks = {rank: fork_rank(rank, group, hold) for rank in present}
     said: list[dict[str, Any]] = [{} for _ in range(group["size"])]
     for rank in sorted(present, key=lambda rank: str(rank) in group["dying"]):
         pid, reads = ranks[rank]
@@ -102,7 +107,10 @@ def run_group(group: dict[str, Any]) -> list[dict[str, Any]]:
             os.kill(pid, signal.SIGKILL)
         with os.fdopen(reads, "rb") as pipe:
             said[rank] |= json.loads(pipe.read() or b"{}")
-        _, status = os.waitpid(pid, 0)
+    for end in (hold[1], hold[0]):
+        os.close(end)
+    for rank in present:
+        _, status = os.waitpid(ranks[rank][0], 0)
         said[rank]["signal"] = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     return said
 
