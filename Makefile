@@ -24,7 +24,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 NUMPY := $(shell sed -n 's/^\(numpy==[^ ]*\).*/\1/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long test-vllm sim chaos soak fuzz check bench protos docs dist gpu-test gpu-bench clean
+.PHONY: help venv demo test test-long test-vllm sim chaos soak fuzz check bench bench-peers protos docs dist gpu-test gpu-bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1#\2/p' $(MAKEFILE_LIST) | awk -F'#' '{printf "%-18s %s\n", $$1, $$2}'
@@ -58,6 +58,10 @@ sim: $(STAMP) ## seeded histories of the core: SEEDS=300 EVENTS=2000 FIRST=0
 
 soak: $(STAMP) ## replayed sessions on two nodes under random kills: MINUTES=60 SEED=7
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+bench-peers: $(STAMP) ## beside LMCache and Mooncake, each in its own environment (made once: minutes, 2.2 GB)
+	mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.peers --json build/peers.json
 
 chaos: $(STAMP) ## two real nodes and their engines under random kills: KILLS=200 SEED=7
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED))
