@@ -104,6 +104,7 @@ class DecodeEngine:
             prompt_keys=keys.extend(work.prompt),
             session=work.session,
             ticket=work.ticket,
+            prompt_token_ids=keys.token_ids(),
         )
         self._queued.append(Asked(self._requests, work, keys, request, time.monotonic() + ADMIT_TIMEOUT_S))
         return self._requests
@@ -283,7 +284,8 @@ class DecodeEngine:
         ahead = 1 + DRAFTS + 1 if grows and not request.finished else 0
         capacity = request.committed + ahead
         rejected, request.drafts.rejected = request.drafts.rejected, 0
-        return RequestStep(request.request_id, capacity, request.committed, rejected, new_keys)
+        ids = request.keys.token_ids(new_keys)
+        return RequestStep(request.request_id, capacity, request.committed, rejected, new_keys, ids)
 
     def _verify(self, request: Running) -> None:
         """One step of the model: the last token and the drafts after it."""

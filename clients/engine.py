@@ -34,13 +34,17 @@ EXPORT_PAUSE_S: Final = 0.002
 
 @dataclass(frozen=True)
 class RequestStep:
-    """One row of a step's request vector. Counts are in tokens; `new_keys` are concatenated keys."""
+    """One row of a step's request vector. Counts are in tokens; `new_keys` are concatenated keys.
+
+    token_ids: u32, those of the keys' segments, where the namespace asks for them (`KeyChain.token_ids`).
+    """
 
     request_id: int
     capacity_tokens: int
     committed_tokens: int
     rejected_tokens: int = 0
     new_keys: bytes = b""
+    token_ids: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,7 @@ class EngineClient:
             rejected_tokens=pack_u32([row.rejected_tokens for row in rows]),
             new_key_counts=pack_u32([len(row.new_keys) // self.namespace.key_bytes for row in rows]),
             new_keys=b"".join(row.new_keys for row in rows),
+            token_ids=b"".join(row.token_ids for row in rows),
         )
 
     def _check_limits(self, message: pb.StepRequest, rows: int) -> None:

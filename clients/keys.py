@@ -4,7 +4,8 @@
 
 `tokens_i` are the segment's token ids as little-endian u32; H is sha256 cut to `key_bytes`; the
 seed is the digest of what the key means, so equal tokens of two models never share a key. A key
-names the whole prefix up to the end of its segment.
+names the whole prefix up to the end of its segment. That is `key_hash` "sha256". "sha256_cbor" makes vLLM's
+keys (`cborkeys.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvmanager.clients import cborkeys
 from kvmanager.errors import InvalidArgument
 from kvmanager.protos import kvmanager_pb2 as pb
 
 TokenArray = npt.NDArray[np.integer]
 
+KEY_HASHES: Final = ("sha256", "sha256_cbor")
+"""Those that are made here."""
 KEY_BYTES: Final = (16, 32)
 """Widths a namespace may ask for."""
 
@@ -47,7 +51,7 @@ def probe_key(namespace: pb.Namespace) -> bytes:
 
     Empty for a hash that is not made here. Raises InvalidArgument as KeyChain does.
     """
-    if namespace.key_hash != "sha256":
+    if namespace.key_hash not in KEY_HASHES:
         return b""
     chain = KeyChain(namespace)
     return chain.extend(77 * np.arange(2 * namespace.key_tokens) + 3)[-namespace.key_bytes :]
@@ -59,18 +63,23 @@ class KeyChain:
     def __init__(self, namespace: pb.Namespace) -> None:
         """An empty sequence.
 
-        Raises InvalidArgument for a hash that is not "sha256", a width that is neither 16 nor 32
-        bytes, or a segment of no tokens.
+        Raises InvalidArgument for a hash that is not made here, a width that is neither 16 nor 32
+        bytes (of "sha256_cbor": not 32), or a segment of no tokens.
         """
-        if namespace.key_hash != "sha256":
-            raise InvalidArgument(f"key_hash {namespace.key_hash!r} is not made here yet; use 'sha256'")
-        if namespace.key_bytes not in KEY_BYTES:
-            raise InvalidArgument(f"key_bytes {namespace.key_bytes} is not served; use one of {KEY_BYTES}")
+        cbor = namespace.key_hash == "sha256_cbor"
+        if namespace.key_hash not in KEY_HASHES:
+            made = " or ".join(map(repr, KEY_HASHES))
+            raise InvalidArgument(f"key_hash {namespace.key_hash!r} is not made here; use {made}")
+        if namespace.key_bytes not in KEY_BYTES[cbor:]:
+            raise InvalidArgument(f"key_bytes {namespace.key_bytes} is not served; use one of {KEY_BYTES[cbor:]}")
         if namespace.key_tokens < 1:
             raise InvalidArgument(f"key_tokens {namespace.key_tokens}: a segment has at least 1 token")
         self.key_bytes = namespace.key_bytes
         self.key_tokens = namespace.key_tokens
-        self._last = namespace_seed(namespace)
+        self._last = cborkeys.none_hash(namespace.hash_seed) if cbor else namespace_seed(namespace)
+        self._chained = cborkeys.chained if cbor else _chained
+        self._tells_ids = namespace.token_ids
+        self._token_ids = bytearray()
         self._tail = b""
         self._keys = bytearray()
 
@@ -92,8 +101,11 @@ class KeyChain:
         whole = len(text) // width * width
         made = b""
         for part in (first, text[:whole]):
-            made += _chained(made[-self.key_bytes :] or self._last, part, width, self.key_bytes)
+            made += self._chained(made[-self.key_bytes :] or self._last, part, width, self.key_bytes)
         self._tail = bytes(text[whole:])
+        if self._tells_ids:
+            self._token_ids += first
+            self._token_ids += text[:whole]
         if made:
             self._last = made[-self.key_bytes :]
             self._keys += made
@@ -103,6 +115,16 @@ class KeyChain:
     def keys(self) -> bytes:
         """All keys so far, concatenated."""
         return bytes(self._keys)
+
+    def token_ids(self, keys: bytes | None = None) -> bytes:
+        """u32 ids of the segments that the last `keys` (as `extend` gave them; None: all) are of.
+
+        Empty where the namespace does not ask for them.
+        """
+        if keys is None:
+            return bytes(self._token_ids)
+        count = len(keys) // self.key_bytes * self.key_tokens * 4
+        return bytes(self._token_ids[len(self._token_ids) - count :]) if self._tells_ids else b""
 
     @property
     def segments(self) -> int:

@@ -69,11 +69,17 @@ class LeaseCalls:
         )  # fmt: skip
         self._call(self._stub.Done, request)
 
-    def reserve(self, lease_id: int, keys: bytes, session_id: str = "", lease_ttl_ns: int = LEASE_TTL_NS) -> Lease:
-        """Pages for what is not known of the keys, perhaps fewer than it takes. Raises PoolExhausted for none."""
+    def reserve(
+        self, lease_id: int, keys: bytes, session_id: str = "", lease_ttl_ns: int = LEASE_TTL_NS, token_ids: bytes = b""
+    ) -> Lease:
+        """Pages for what is not known of the keys, perhaps fewer than it takes. Raises PoolExhausted for none.
+
+        `token_ids`: u32, those of the keys, where the namespace asks for them.
+        """
         reserve = pb.StoreReserve(
-            keys=keys, lease_ttl_ns=lease_ttl_ns, request_id=lease_id, session=pb.SessionHint(session_id=session_id)
-        )
+            keys=keys, lease_ttl_ns=lease_ttl_ns, request_id=lease_id, session=pb.SessionHint(session_id=session_id),
+            token_ids=token_ids,
+        )  # fmt: skip
         reply = self._store(reserve=reserve)
         return Lease(reply.tokens, lease_pages(reply.spans))
 

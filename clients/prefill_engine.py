@@ -70,11 +70,13 @@ class PrefillEngine:
         """
         self._requests += 1
         request_id, length = self._requests, len(prompt)
+        keys = KeyChain(self._namespace)
         opened = self._engine.open(
             pb.OpenRequest(
                 request_id=request_id,
                 prompt_tokens=length,
-                prompt_keys=KeyChain(self._namespace).extend(prompt),
+                prompt_keys=keys.extend(prompt),
+                prompt_token_ids=keys.token_ids(),
                 session=session,
             )
         )

@@ -19,7 +19,7 @@ from kvmanager.errors import Draining, InvalidArgument, KVError, LayoutMismatch,
 from kvmanager.leasemessages import acquire_event, done_event, store_event
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership, Registration
-from kvmanager.messages import register_event, span_run, step_event
+from kvmanager.messages import check_token_ids, register_event, span_run, step_event
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.sessions import SessionHub, SessionStream
@@ -166,10 +166,10 @@ class EngineService(pb_grpc.EngineServicer):
                 f"step {message.number} names epoch {message.epoch}, this stream began with epoch {stream.key[1]}; "
                 "open a stream for each epoch"
             )
-        event = step_event(stream.key[0], message)
+        registration = self._membership.registration(*stream.key)
+        event = step_event(stream.key[0], message, registration.namespace)
         if message.HasField("hot_rows"):
             self._hot_rows(*stream.key, message.hot_rows.hits, message.hot_rows.misses)
-        registration = self._membership.registration(*stream.key)
         admitted = []
         refused = []
         for entry, wanted in zip(message.open, event.opens, strict=True):
@@ -183,8 +183,9 @@ class EngineService(pb_grpc.EngineServicer):
         self._loop.send(replace(event, opens=tuple(admitted)), answer)
 
     def _check_open(self, entry: pb.OpenRequest, registration: Registration) -> None:
-        """Raises what no state of the core can change: the node drains, or the ticket's KV is of another kind."""
+        """Raises what no state of the core can change: it drains, token ids lack, the ticket is another's."""
         self._gate.check()
+        check_token_ids(registration.namespace, entry.prompt_keys, entry.prompt_token_ids, "prompt_token_ids")
         if entry.HasField("ticket"):
             kv_format = self._node.state.groups[registration.group].spec.kv_format
             check_ticket(entry.ticket, registration.namespace, kv_format)
@@ -220,7 +221,9 @@ class EngineService(pb_grpc.EngineServicer):
         name = self._caller(request, context)
         if request.WhichOneof("step") == "reserve":
             self._gate.check()
-        opened: Opened | None = self._loop.call(store_event(name, request))
+        opened: Opened | None = self._loop.call(
+            store_event(name, request, self._membership.registration(name, request.epoch).namespace)
+        )
         if opened is None:
             return pb.StoreReply()
         return pb.StoreReply(tokens=opened.cached_tokens, spans=[span_run(table) for table in opened.spans])

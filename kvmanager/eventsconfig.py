@@ -17,6 +17,7 @@ class EventsSection:
     """`[[events]]`: one stream, about the keys of one group, model and weights revision.
 
     tenant: whose; "": that of the user who runs the node. hashes: "bytes", the whole keys, or "int", their low 64 bits.
+    hash_seed: what the engine's namespace says (vLLM: its PYTHONHASHSEED).
     buffer_batches: kept for a replay. hwm: messages that wait for one slow listener; what is beyond is lost to it.
     """
 
@@ -28,6 +29,7 @@ class EventsSection:
     tenant: str = ""
     topic: str = ""
     hashes: str = "bytes"
+    hash_seed: str = ""
     buffer_batches: int = 10_000
     hwm: int = 100_000
 
@@ -68,6 +70,7 @@ EVENTS: Final[Mapping[str, Parser]] = {
     "tenant": any_text,
     "topic": any_text,
     "hashes": parse.choice("bytes", "int"),
+    "hash_seed": any_text,
     "buffer_batches": parse.between(1, 1_000_000),
     "hwm": parse.between(1, 10_000_000),
 }

@@ -3,7 +3,8 @@
     Step           code, now, epoch, number, notices seen, counts | fence: ids, values | engine | rows and their keys
     TimelinesRead  code, now, count | ids, values
 
-Little-endian. A step that opens or closes a request, and a number that does not fit, is stored the other way.
+Little-endian. A step that opens or closes a request or gives token ids, and a number that does not fit, is
+stored the other way.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def _pack_step(step: Step, now: int) -> bytes | None:
     parts = [head, name]
     for row in rows:
         keys = row.new_keys
+        if row.token_ids:
+            return None
         parts += (
             _ROW.pack(row.request_id, row.capacity_tokens, row.committed_tokens, row.rejected_tokens, len(keys)), keys
         )  # fmt: skip

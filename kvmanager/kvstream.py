@@ -8,8 +8,8 @@ one with sequence -1 and no batch at the end.
 A stream is about one group, tenant, model and weights revision; its medium is "GPU" or "CPU". It begins with
 AllBlocksCleared and everything there is, and so does every daemon after a crash, with higher sequence numbers than any
 before: the first is the daemon's boot id. A listener that was away sees a gap and asks for what it missed; where that
-is no longer kept, AllBlocksCleared and everything are published anew, for all, at most every `RESTATE_S`. Token ids are
-not known here: `token_ids` is empty.
+is no longer kept, AllBlocksCleared and everything are published anew, for all, at most every `RESTATE_S`. `token_ids`
+are those of all blocks of an event where the engine's namespace tells them, otherwise empty.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import msgpack
 import zmq
@@ -41,44 +42,66 @@ Place = tuple[int, str, bytes]
 """KV group, tier, key."""
 
 
+class Changed(NamedTuple):
+    """One block that listeners must hear of. what: "stored" or "removed". token_ids: u32, its own, or none."""
+
+    what: str
+    key: bytes
+    parent: bytes = b""
+    token_ids: bytes = b""
+
+
+@dataclass
+class _Known:
+    """spans: how many hold it. position: of the segment in its prompt."""
+
+    spans: int
+    parent: bytes
+    position: int
+    token_ids: bytes
+
+
 class Blocks:
-    """What a listener that heard everything knows: for each place how many spans hold it, its parent and position."""
+    """What a listener that heard everything knows."""
 
     def __init__(self) -> None:
-        self._known: dict[Place, list[Any]] = {}
+        self._known: dict[Place, _Known] = {}
 
-    def take(self, event: KvEvent, width: int) -> list[tuple[str, bytes, bytes, int]]:
-        """What becomes different for listeners: ("stored" or "removed", key, parent, position)."""
+    def take(self, event: KvEvent, width: int) -> list[Changed]:
+        """What becomes different for listeners."""
         keys = [event.keys[at : at + width] for at in range(0, len(event.keys), width)]
         changed = []
         if isinstance(event, SegmentsStored):
-            parent = event.parent
-            for position, key in enumerate(keys, event.first_segment):
-                entry = self._known.setdefault((event.chain, event.tier, key), [0, parent, position])
-                entry[0] += 1
-                if entry[0] == 1:
-                    changed.append(("stored", key, parent, position))
+            parent, ids_bytes = event.parent, len(event.token_ids) // max(len(keys), 1)
+            for number, key in enumerate(keys):
+                ids = event.token_ids[number * ids_bytes : (number + 1) * ids_bytes]
+                new = _Known(0, parent, event.first_segment + number, ids)
+                entry = self._known.setdefault((event.chain, event.tier, key), new)
+                entry.spans += 1
+                if entry.spans == 1:
+                    changed.append(Changed("stored", key, parent, ids))
                 parent = key
             return changed
         for key in keys:
             place = (event.chain, event.tier, key)
             entry = self._known[place]
-            entry[0] -= 1
-            if entry[0] == 0:
+            entry.spans -= 1
+            if entry.spans == 0:
                 del self._known[place]
-                changed.append(("removed", key, b"", 0))
+                changed.append(Changed("removed", key))
         return changed
 
     def clear(self) -> None:
         """Knows nothing."""
         self._known.clear()
 
-    def all(self) -> Iterator[tuple[int, str, bytes, bytes]]:
-        """(KV group, tier, key, parent) of everything, parents first, those of one prompt one after the other."""
+    def all(self) -> Iterator[tuple[int, str, Changed]]:
+        """(KV group, tier, block) of everything, parents first, those of one prompt one after the other."""
         below: dict[tuple[int, str, bytes], list[bytes]] = {}
         roots = []
-        ordered = sorted(self._known.items(), key=lambda item: item[1][2])
-        for (chain, tier, key), (_, parent, _) in ordered:
+        ordered = sorted(self._known.items(), key=lambda item: item[1].position)
+        for (chain, tier, key), known in ordered:
+            parent = known.parent
             if parent and (chain, tier, parent) in self._known:
                 below.setdefault((chain, tier, parent), []).append(key)
             else:
@@ -88,7 +111,8 @@ class Blocks:
             waiting = [root]
             while waiting:
                 place = waiting.pop()
-                yield (*place, self._known[place][1])
+                known = self._known[place]
+                yield *place[:2], Changed("stored", place[2], known.parent, known.token_ids)
                 waiting += [(*place[:2], key) for key in below.get(place, ())[::-1]]
 
 
@@ -188,29 +212,33 @@ class KvStream:
             self._send(events)
         return bool(events) and not self._over
 
-    def _add(self, events: list[dict[str, Any]], event: KvEvent, changed: list[tuple[str, bytes, bytes, int]]) -> None:
+    def _add(self, events: list[dict[str, Any]], event: KvEvent, changed: list[Changed]) -> None:
         """One wire event a run of changes that follow each other."""
-        last = None
-        for what, key, parent, _ in changed:
-            if what == "removed":
+        last: Changed | None = None
+        for block in changed:
+            if block.what == "removed":
                 if last is None:
                     events.append(self._removed(event.chain, event.tier))
-                events[-1]["block_hashes"].append(self._hash(key))
+                events[-1]["block_hashes"].append(self._hash(block.key))
             else:
-                if last is None or last != parent:
-                    events.append(self._stored(event.chain, event.tier, parent))
-                events[-1]["block_hashes"].append(self._hash(key))
-            last = key
+                if last is None or not _follows(last, block):
+                    events.append(self._stored(event.chain, event.tier, block.parent))
+                self._store(events[-1], block)
+            last = block
+
+    def _store(self, event: dict[str, Any], block: Changed) -> None:
+        event["block_hashes"].append(self._hash(block.key))
+        event["token_ids"] += memoryview(block.token_ids).cast("I").tolist()
 
     def _restate(self) -> None:
         """Everything anew, for all; what was kept before is not needed any more."""
         events: list[dict[str, Any]] = [{"type": "AllBlocksCleared"}]
-        last = None
-        for chain, tier, key, parent in self._blocks.all():
-            if last != (chain, tier, parent) or events[-1]["type"] != "BlockStored":
-                events.append(self._stored(chain, tier, parent))
-            events[-1]["block_hashes"].append(self._hash(key))
-            last = (chain, tier, key)
+        last: tuple[int, str, Changed] | None = None
+        for chain, tier, block in self._blocks.all():
+            if last is None or last[:2] != (chain, tier) or not _follows(last[2], block):
+                events.append(self._stored(chain, tier, block.parent))
+            self._store(events[-1], block)
+            last = chain, tier, block
         self._kept.clear()
         self._send(events)
         self._whole = True
@@ -256,3 +284,8 @@ class KvStream:
 
     def _hash(self, key: bytes) -> bytes | int:
         return int.from_bytes(key[-8:], "big") if self._section.hashes == "int" else key
+
+
+def _follows(before: Changed, block: Changed) -> bool:
+    """Whether both belong in one event: it has the token ids of all its blocks, or of none."""
+    return before.key == block.parent and bool(before.token_ids) == bool(block.token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -66,14 +67,15 @@ def _digests(config: NodeConfig, section: EventsSection) -> Iterator[bytes]:
     """Every namespace that the stream is about, as engines may register it: the group fixes one width of its keys."""
     group = config.group(section.group)
     tenant = section.tenant or config.tenant_of(os.getuid())
-    for key_hash in KEY_HASHES:
-        for width in _WIDTHS:
-            namespace = pb.Namespace(
-                model=section.model,
-                weights_revision=section.weights_revision,
-                kv_format=group.format,
-                key_hash=key_hash,
-                key_bytes=width,
-                key_tokens=group.page_rows,
-            )
-            yield namespace_digest(tenant, namespace)
+    for key_hash, width, token_ids in itertools.product(KEY_HASHES, _WIDTHS, (False, True)):
+        namespace = pb.Namespace(
+            model=section.model,
+            weights_revision=section.weights_revision,
+            kv_format=group.format,
+            key_hash=key_hash,
+            key_bytes=width,
+            key_tokens=group.page_rows,
+            hash_seed="" if key_hash == "sha256" else section.hash_seed,
+            token_ids=token_ids,
+        )
+        yield namespace_digest(tenant, namespace)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvmanager.core.leaseevents import AcquirePrefix, EndLease, LeaseEvent, ReserveSpans
 from kvmanager.errors import InvalidArgument
-from kvmanager.messages import fence_values
+from kvmanager.messages import check_token_ids, fence_values
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import unpack_u32
 
@@ -20,15 +20,16 @@ def done_event(engine: str, request: pb.DoneRequest) -> EndLease:
     return EndLease(engine, request.epoch, request.lease_id, fence_values(request.fence), failed_pages=failed)
 
 
-def store_event(engine: str, request: pb.StoreRequest) -> LeaseEvent:
-    """A StoreRequest as an event. Raises InvalidArgument for one without a step."""
+def store_event(engine: str, request: pb.StoreRequest, namespace: pb.Namespace) -> LeaseEvent:
+    """A StoreRequest as an event. Raises InvalidArgument for one without a step, or without token ids asked for."""
     match request.WhichOneof("step"):
         case "reserve":
             wanted = request.reserve
-            session = wanted.session.session_id
+            check_token_ids(namespace, wanted.keys, wanted.token_ids, "token_ids")
             return ReserveSpans(
-                engine, request.epoch, wanted.request_id, wanted.keys, wanted.lease_ttl_ns, session
-            )
+                engine, request.epoch, wanted.request_id, wanted.keys, wanted.lease_ttl_ns, wanted.session.session_id,
+                wanted.token_ids if namespace.token_ids else b"",
+            )  # fmt: skip
         case "commit":
             commit = request.commit
             fence = fence_values(commit.fence)

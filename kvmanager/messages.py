@@ -39,6 +39,7 @@ _STATES = {
     "refused": pb.OpenReply.REFUSED,
 }
 KEY_HASHES = ("sha256", "sha256_cbor", "vllm_sha256")
+CBOR_KEY_BYTES = 32
 _CLOSINGS = {pb.FINISHED: Closing.FINISHED, pb.ABORTED: Closing.ABORTED, pb.RETRACTED: Closing.RETRACTED}
 
 
@@ -55,6 +56,8 @@ def namespace_digest(tenant: str, namespace: pb.Namespace) -> bytes:
         ("key_hash", namespace.key_hash),
         ("key_bytes", str(namespace.key_bytes)),
         ("key_tokens", str(namespace.key_tokens)),
+        *([("hash_seed", namespace.hash_seed)] if namespace.hash_seed else []),
+        *([("token_ids", "told")] if namespace.token_ids else []),
     )
     digest = hashlib.sha256(b"kvmanager.namespace/1")
     for tag, value in parts:
@@ -70,6 +73,13 @@ def register_event(request: pb.RegisterRequest, tenant: str) -> RegisterEngine:
     if request.namespace.key_hash not in KEY_HASHES:
         raise InvalidArgument(
             f"namespace.key_hash {request.namespace.key_hash!r} is not known here; use one of {', '.join(KEY_HASHES)}"
+        )
+    if request.namespace.hash_seed and request.namespace.key_hash == "sha256":
+        raise InvalidArgument('namespace.hash_seed: "sha256" begins with the namespace itself; leave it empty')
+    if request.namespace.key_hash == "sha256_cbor" and request.namespace.key_bytes != CBOR_KEY_BYTES:
+        raise InvalidArgument(
+            f"namespace.key_bytes {request.namespace.key_bytes}: keys of \"sha256_cbor\" are chained and told whole, "
+            f"{CBOR_KEY_BYTES} bytes each"
         )
     check_probe(request.namespace, request.probe_key)
     return RegisterEngine(
@@ -93,22 +103,34 @@ def fence_values(fence: pb.Fence) -> dict[int, int]:
     return dict(zip(ids.tolist(), values.tolist(), strict=True))
 
 
-def step_event(engine: str, message: pb.StepRequest) -> Step:
-    """A StepRequest as the core's event. Raises InvalidArgument for arrays that do not fit together."""
+def step_event(engine: str, message: pb.StepRequest, namespace: pb.Namespace) -> Step:
+    """A StepRequest as the core's event. Raises InvalidArgument for arrays that do not fit together.
+
+    Token ids that the engine's namespace does not ask for are left out.
+    """
     return Step(
         engine,
         message.epoch,
         message.number,
         message.notices_seen,
         fence_values(message.fence),
-        _progress(message.requests),
-        tuple(_open(entry) for entry in message.open),
+        _progress(message.requests, namespace),
+        tuple(_open(entry, namespace) for entry in message.open),
         tuple(_close(entry) for entry in message.close),
         tuple(_turn_end(entry) for entry in message.turn_ends),
     )
 
 
-def _progress(rows: pb.RequestVector) -> tuple[Progress, ...]:
+def check_token_ids(namespace: pb.Namespace, keys: bytes, token_ids: bytes, what: str) -> None:
+    """Raises InvalidArgument where a namespace asks for token ids and there are not those of every key."""
+    wanted = len(keys) // max(namespace.key_bytes, 1) * namespace.key_tokens * 4
+    if namespace.token_ids and len(token_ids) != wanted:
+        raise InvalidArgument(
+            f"{what} has {len(token_ids)} bytes; the namespace asks for the token ids of every key, which are {wanted}"
+        )
+
+
+def _progress(rows: pb.RequestVector, namespace: pb.Namespace) -> tuple[Progress, ...]:
     ids = unpack_u64(rows.request_ids, "requests.request_ids")
     columns: dict[str, npt.NDArray[np.unsignedinteger[Any]]] = {
         "capacity_tokens": unpack_u64(rows.capacity_tokens, "requests.capacity_tokens"),
@@ -125,6 +147,9 @@ def _progress(rows: pb.RequestVector) -> tuple[Progress, ...]:
     if rest:
         raise InvalidArgument(f"requests.new_keys has {len(rows.new_keys)} bytes for {total} keys")
     ends = np.cumsum(counts) * width
+    check_token_ids(namespace, rows.new_keys, rows.token_ids, "requests.token_ids")
+    ids_bytes = namespace.key_tokens * 4 if namespace.token_ids else 0
+    id_ends = np.cumsum(counts) * ids_bytes
     return tuple(
         Progress(
             int(ids[i]),
@@ -132,12 +157,13 @@ def _progress(rows: pb.RequestVector) -> tuple[Progress, ...]:
             int(columns["committed_tokens"][i]),
             int(columns["rejected_tokens"][i]),
             rows.new_keys[int(ends[i] - counts[i] * width) : int(ends[i])],
+            rows.token_ids[int(id_ends[i] - counts[i] * ids_bytes) : int(id_ends[i])],
         )
         for i in range(len(ids))
     )
 
 
-def _open(entry: pb.OpenRequest) -> Open:
+def _open(entry: pb.OpenRequest, namespace: pb.Namespace) -> Open:
     ticket = None
     if entry.HasField("ticket"):
         ticket = TicketInfo(
@@ -153,6 +179,7 @@ def _open(entry: pb.OpenRequest) -> Open:
         entry.prompt_keys,
         entry.session.session_id,
         ticket,
+        entry.prompt_token_ids if namespace.token_ids else b"",
     )
 
 

@@ -265,6 +265,8 @@ class Namespace(_message.Message):
     KEY_HASH_FIELD_NUMBER: _builtins.int
     KEY_BYTES_FIELD_NUMBER: _builtins.int
     KEY_TOKENS_FIELD_NUMBER: _builtins.int
+    HASH_SEED_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """name of the model"""
     weights_revision: _builtins.str
@@ -277,6 +279,10 @@ class Namespace(_message.Message):
     """bytes of one key: 16 or 32"""
     key_tokens: _builtins.int
     """tokens that one key covers (the segment)"""
+    hash_seed: _builtins.str
+    """text that "sha256_cbor" begins with, vLLM's PYTHONHASHSEED; empty: "vllm-none-hash" """
+    token_ids: _builtins.bool
+    """whether KV events tell token ids: the engine then gives those of every key"""
     def __init__(
         self,
         *,
@@ -286,10 +292,12 @@ class Namespace(_message.Message):
         key_hash: _builtins.str = ...,
         key_bytes: _builtins.int = ...,
         key_tokens: _builtins.int = ...,
+        hash_seed: _builtins.str = ...,
+        token_ids: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_bytes", b"key_bytes", "key_hash", b"key_hash", "key_tokens", b"key_tokens", "kv_format", b"kv_format", "model", b"model", "weights_revision", b"weights_revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash_seed", b"hash_seed", "key_bytes", b"key_bytes", "key_hash", b"key_hash", "key_tokens", b"key_tokens", "kv_format", b"kv_format", "model", b"model", "token_ids", b"token_ids", "weights_revision", b"weights_revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -352,8 +360,8 @@ class RegisterRequest(_message.Message):
     ranks: _builtins.int
     """count of ranks that will attach"""
     probe_key: _builtins.bytes
-    """opaque: last key of the two segments whose token i is 77 i + 3, for key_hash "sha256"; refused with
-    LAYOUT_MISMATCH unless it is the daemon's own
+    """opaque: last key of the two segments whose token i is 77 i + 3, for key_hash "sha256", and for "sha256_cbor" where
+    the engine can make it (empty: not checked); refused with LAYOUT_MISMATCH unless it is the daemon's own
     """
     @_builtins.property
     def namespace(self) -> Global___Namespace:
@@ -490,6 +498,7 @@ class OpenRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """id chosen by the engine, unique in its epoch"""
     prompt_tokens: _builtins.int
@@ -500,6 +509,8 @@ class OpenRequest(_message.Message):
     """key[whole segments of the prompt]"""
     priority: _builtins.int
     """rank among requests (no unit), higher first, 0 default; not acted on yet"""
+    prompt_token_ids: _builtins.bytes
+    """u32[tokens]: token ids of those segments, where the namespace asks for them"""
     @_builtins.property
     def session(self) -> Global___SessionHint:
         """the session it belongs to"""
@@ -518,10 +529,11 @@ class OpenRequest(_message.Message):
         session: Global___SessionHint | None = ...,
         ticket: Global___Ticket | None = ...,
         priority: _builtins.int = ...,
+        prompt_token_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["growth_tokens", b"growth_tokens", "priority", b"priority", "prompt_keys", b"prompt_keys", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["growth_tokens", b"growth_tokens", "priority", b"priority", "prompt_keys", b"prompt_keys", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -553,7 +565,7 @@ class RequestVector(_message.Message):
     new_keys: _builtins.bytes
     """key[sum of new_key_counts]: in row order"""
     token_ids: _builtins.bytes
-    """u32[tokens]: token ids of those segments, optional; not acted on yet"""
+    """u32[tokens]: token ids of those segments, where the namespace asks for them"""
     def __init__(
         self,
         *,
@@ -1384,12 +1396,15 @@ class StoreReserve(_message.Message):
     LEASE_TTL_NS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     """key[whole segments]: what will be stored, from the first token on"""
     lease_ttl_ns: _builtins.int
     """nanoseconds that the reservation shall last; at most an hour"""
     request_id: _builtins.int
     """id of the lease: chosen by the engine, unique among its leases and requests of the epoch"""
+    token_ids: _builtins.bytes
+    """u32[tokens]: token ids of those segments, where the namespace asks for them"""
     @_builtins.property
     def session(self) -> Global___SessionHint:
         """the session it belongs to"""
@@ -1401,10 +1416,11 @@ class StoreReserve(_message.Message):
         lease_ttl_ns: _builtins.int = ...,
         request_id: _builtins.int = ...,
         session: Global___SessionHint | None = ...,
+        token_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease_ttl_ns", b"lease_ttl_ns", "request_id", b"request_id", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease_ttl_ns", b"lease_ttl_ns", "request_id", b"request_id", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

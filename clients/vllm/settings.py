@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ def namespace_of(model: str, revision: str, kv_format: KVFormat, key_hash: str, 
         raise ConfigError(f"prefix_caching_hash_algo {key_hash!r}: its keys change with every process; use sha256_cbor")
     return pb.Namespace(
         model=model, weights_revision=revision, kv_format=kv_format.name, key_hash=KEY_HASHES[key_hash],
-        key_bytes=KEY_BYTES, key_tokens=key_tokens,
+        key_bytes=KEY_BYTES, key_tokens=key_tokens, hash_seed=os.environ.get("PYTHONHASHSEED", ""),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvmanager.core.group import Chain
 from kvmanager.core.pool import PageState
 from kvmanager.core.rows import BoolArray, RowArray, all_true, no_rows
-from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, NO_PAGE, NO_SPAN, READY
+from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, NO_PAGE, NO_SPAN, READY, TOKEN_ID_BYTES
 from kvmanager.core.spec import Placement
 from kvmanager.errors import InvariantViolation
 
@@ -54,6 +54,9 @@ class ChainAudit:
         self._each((valid >= 0) & (valid <= segments), "more segments valid than it has")
         keys_bytes = valid.astype(np.int64) * chain.index.key_bytes
         self._each(table.keys.lengths(rows) == keys_bytes, "keys do not cover its segments")
+        said = {row: len(ids) // (chain.spec.page_rows * TOKEN_ID_BYTES) for row, ids in table.token_ids.items()}
+        self._check(said.keys() <= set(rows.tolist()), "token ids of a span that is gone")
+        self._check(all(table.valid[row] == count for row, count in said.items()), "token ids of other segments")
         self._each((table.pins[rows] >= 0) & (table.busy[rows] >= 0), "negative pins or plans")
         uids = np.sort(table.uids[rows], axis=None)
         self._check(len(uids) == 0 or int(uids[-1]) < table.next_uid, "a uid that is still to be given")

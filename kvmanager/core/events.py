@@ -136,7 +136,7 @@ class TicketInfo:
 
 @dataclass(frozen=True)
 class Open:
-    """A request asks to be admitted. `keys`: one a whole segment of the prompt."""
+    """A request asks to be admitted. `keys`: one a whole segment of the prompt; `token_ids`: u32, theirs, or none."""
 
     request_id: int
     prompt_tokens: int
@@ -144,6 +144,7 @@ class Open:
     keys: bytes
     session_id: str = ""
     ticket: TicketInfo | None = None
+    token_ids: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class Progress:
     committed_tokens: int
     rejected_tokens: int = 0
     new_keys: bytes = b""
+    token_ids: bytes = b""
 
 
 @dataclass(frozen=True)

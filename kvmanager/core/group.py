@@ -16,9 +16,10 @@ from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.prefix import PrefixIndex
 from kvmanager.core.return_rate import SessionBook
 from kvmanager.core.rows import RowArray, RowQueue, as_range
-from kvmanager.core.spans import ABSENT, DEVICE, HOST, READY, CopyState, SpanTable
+from kvmanager.core.spans import ABSENT, DEVICE, HOST, READY, TOKEN_ID_BYTES, CopyState, SpanTable
 from kvmanager.core.spec import ChainSpec, GroupSpec, PageClass, Placement
 from kvmanager.core.tenants import NOBODY, Tenants
+from kvmanager.errors import InvalidArgument
 
 
 class Chain:
@@ -206,6 +207,15 @@ class Group:
         self.writeback = [RowQueue() for _ in self.chains]
         self.declined = [deque() for _ in self.chains]
         self.unwritten = [[] for _ in self.chains]
+
+    def check_token_ids(self, keys_bytes: int, token_ids_bytes: int) -> None:
+        """Raises InvalidArgument unless there are none, or those of all segments that the keys are of."""
+        segments = keys_bytes // self.key_bytes
+        if token_ids_bytes not in (0, segments * self.spec.page_rows * TOKEN_ID_BYTES):
+            raise InvalidArgument(
+                f"{token_ids_bytes} bytes of token ids for {segments} keys; {TOKEN_ID_BYTES} bytes for each of the "
+                f"{self.spec.page_rows} tokens of every key"
+            )
 
     def unblock(self) -> None:
         """Something was freed or may be reclaimed now: write-back looks again."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvmanager.core.spans import ABSENT, DEVICE, HOST, NO_SPAN, READY
+from kvmanager.core.spans import ABSENT, DEVICE, HOST, NO_SPAN, READY, TOKEN_ID_BYTES
 
 if TYPE_CHECKING:
     from kvmanager.core.group import Chain
@@ -25,7 +25,8 @@ class SegmentsStored:
     """Segments that follow each other can be fetched from a tier.
 
     keys: concatenated. parent: key of the segment before the first, empty at the root. first_segment: its position.
-    tier: "device" or "host". One key may be stored by several spans: it is gone when each has been removed.
+    tier: "device" or "host". token_ids: u32, those of the segments, or none. One key may be stored by several spans: it
+    is gone when each has been removed.
     """
 
     group: str
@@ -35,6 +36,7 @@ class SegmentsStored:
     keys: bytes
     parent: bytes
     first_segment: int
+    token_ids: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ class Announcer:
                     at = old.segments[tier]
                     parent = keys[(at - 1) * width : at * width] if at else _last_key(chain, int(table.parent[row]))
                     more = keys[at * width : now[tier] * width]
-                    yield SegmentsStored(group, number, namespace, _tier(chain, tier), more, parent, first + at)
+                    where = group, number, namespace, _tier(chain, tier)
+                    yield SegmentsStored(*where, more, parent, first + at, _ids_of(chain, row, at, now[tier]))
             told[row] = _Told(namespace, keys, now)
 
 
@@ -157,6 +160,12 @@ def _named(chain: Chain) -> list[int]:
     touched.clear()
     ordered: list[int] = rows[np.argsort(chain.table.first_token[rows], kind="stable")].tolist()
     return ordered
+
+
+def _ids_of(chain: Chain, row: int, start: int, stop: int) -> bytes:
+    """Token ids of segments [start, stop) of a span; none where its engine gave none."""
+    width = chain.spec.page_rows * TOKEN_ID_BYTES
+    return chain.table.token_ids.get(row, b"")[start * width : stop * width]
 
 
 def _last_key(chain: Chain, row: int) -> bytes:
@@ -186,5 +195,6 @@ def _one(run: list[SegmentsStored]) -> SegmentsStored:
     first = run[0]
     keys = b"".join(each.keys for each in run)
     return SegmentsStored(
-        first.group, first.chain, first.namespace, first.tier, keys, first.parent, first.first_segment
-    )
+        first.group, first.chain, first.namespace, first.tier, keys, first.parent, first.first_segment,
+        b"".join(each.token_ids for each in run),
+    )  # fmt: skip

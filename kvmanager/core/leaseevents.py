@@ -22,7 +22,10 @@ class AcquirePrefix:
 
 @dataclass(frozen=True)
 class ReserveSpans:
-    """Takes pages for what is not known of `keys`, to be filled by the engine; the known prefix is pinned, too."""
+    """Takes pages for what is not known of `keys`, to be filled by the engine; the known prefix is pinned, too.
+
+    token_ids: u32, those of the keys, or none.
+    """
 
     engine: str
     epoch: int
@@ -30,6 +33,7 @@ class ReserveSpans:
     keys: bytes
     lease_ttl_ns: int
     session_id: str = ""
+    token_ids: bytes = b""
 
 
 @dataclass(frozen=True)

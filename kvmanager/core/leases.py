@@ -17,7 +17,7 @@ from kvmanager.core.opening import reserve_spans
 from kvmanager.core.operatorevents import Loss
 from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.rows import RowArray, RowList
-from kvmanager.core.spans import DEVICE
+from kvmanager.core.spans import DEVICE, TOKEN_ID_BYTES
 from kvmanager.core.state import Engine, FenceEntry, State
 from kvmanager.core.tenants import NOBODY
 from kvmanager.errors import InvalidArgument, PoolExhausted, UnknownLease
@@ -79,6 +79,7 @@ def reserve(state: State, event: ReserveSpans) -> Opened:
     `cached_tokens` of the answer: known already. Its spans are those to be filled. Raises PoolExhausted for none.
     """
     engine, group = _asked(state, event)
+    group.check_token_ids(len(event.keys), len(event.token_ids))
     known = _known(engine, event)
     if known is not None:
         return _answer(known, known.chains[0].shared)
@@ -111,7 +112,9 @@ def _admit(state: State, engine: Engine, group: Group, event: ReserveSpans) -> R
 
 def _open(group: Group, event: ReserveSpans, segments: int) -> Open:
     keys = event.keys[: segments * group.key_bytes]
-    return Open(event.request_id, segments * group.spec.page_rows, 0, keys, event.session_id)
+    tokens = segments * group.spec.page_rows
+    token_ids = event.token_ids[: tokens * TOKEN_ID_BYTES]
+    return Open(event.request_id, tokens, 0, keys, event.session_id, token_ids=token_ids)
 
 
 def end(state: State, event: EndLease) -> None:

@@ -115,6 +115,7 @@ def _validate(state: State, engine: Engine, group: Group, event: Open) -> None:
             f"{len(event.keys)} key bytes for {event.prompt_tokens} tokens; one {group.key_bytes}-byte key for each "
             f"whole segment of {group.spec.page_rows} tokens makes {wanted}"
         )
+    group.check_token_ids(len(event.keys), len(event.token_ids))
     if event.ticket is not None:
         check_one_part(group.spec)
     if event.ticket is not None and not 1 <= event.ticket.committed_tokens <= event.prompt_tokens:
@@ -192,6 +193,7 @@ def _register(state: State, engine: Engine, group: Group, event: Open, shapes: l
         donors=donors,
         ranks_lost=engine.ranks_lost,
         since=state.now,
+        token_ids=bytearray(event.token_ids),
     )
     request.committed_tokens = request.cached_tokens
     # A donor's rows are copied by the worker before its first write: they are there once that is fenced.

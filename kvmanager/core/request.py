@@ -109,7 +109,7 @@ class Request:
     without one. stop_reason, session_ends: as its close said. truncated: (chain, row) of spans it gave up that still
     drain. unbacked_slabs: device slabs of its window that no page stands behind now (sparse groups). homed_pages:
     latent pages of it that HBM is promised for, not the host (`core.homes`). since: when it was admitted, ns.
-    expires_ns: when its lease ends, 0 for a request that is none.
+    expires_ns: when its lease ends, 0 for a request that is none. token_ids: u32, those of `keys`, or none.
     """
 
     engine: str
@@ -142,6 +142,7 @@ class Request:
     homed_pages: int = 0
     since: int = 0
     expires_ns: int = 0
+    token_ids: bytearray = field(default_factory=bytearray)
 
     @property
     def retracted(self) -> bool:

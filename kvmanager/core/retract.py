@@ -120,7 +120,7 @@ def resume(state: State, engine: Engine, event: Open) -> Opened:
     for number, part in enumerate(request.chains):
         _bring_back(state, group, request, number, part)
     request.cached_tokens, request.capacity_tokens = request.fenced_tokens, request.prompt_tokens
-    request.keys = bytearray(event.keys)
+    request.keys, request.token_ids = bytearray(event.keys), bytearray(event.token_ids)
     update_promises(state, group)
     return begun(state, request)
 
@@ -144,6 +144,7 @@ def _check_same(state: State, group: Group, request: Request, event: Open) -> No
     whole = event.prompt_tokens // group.spec.page_rows * group.key_bytes
     if len(event.keys) != whole or not event.keys.startswith(bytes(request.keys[:whole])):
         raise InvalidArgument(f"request {request.request_id} was retracted with other keys")
+    group.check_token_ids(len(event.keys), len(event.token_ids))
 
 
 def _demands(state: State, group: Group, request: Request) -> Demands:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from kvmanager.core.admission import promises_hold
@@ -9,7 +11,7 @@ from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Request, RequestChain
 from kvmanager.core.rows import RowArray, all_true, as_range, no_rows
-from kvmanager.core.spans import DEVICE, FILLING, NO_SPAN, CopyState
+from kvmanager.core.spans import DEVICE, FILLING, NO_SPAN, TOKEN_ID_BYTES, CopyState
 from kvmanager.core.state import State
 
 
@@ -41,6 +43,7 @@ def _advance(state: State, request: Request, part: RequestChain) -> bool:
     if valid > table.valid[row]:
         table.keys[row] = bytes(request.keys[first * width : (first + valid) * width])
         table.valid[row] = valid
+        _take_token_ids(request, part, [row])
         table.touched.append(row)
         _index(state.groups[request.group], part, row)
     return table.full(row)
@@ -108,6 +111,18 @@ def _take_keys(request: Request, part: RequestChain, rows: RowArray) -> None:
         else:
             table.keys.put(rows[alike], text[first[:, None] + np.arange(size * width)])
     table.valid[at] = segments
+    _take_token_ids(request, part, rows.tolist())
+
+
+def _take_token_ids(request: Request, part: RequestChain, rows: Iterable[int]) -> None:
+    """Gives spans the token ids of what is valid of them, where the request has any."""
+    if not request.token_ids:
+        return
+    table, page_rows = part.chain.table, part.chain.spec.page_rows
+    for row in rows:
+        first = int(table.first_token[row])
+        end = first + int(table.valid[row]) * page_rows
+        table.token_ids[row] = bytes(request.token_ids[first * TOKEN_ID_BYTES : end * TOKEN_ID_BYTES])
 
 
 def _findable(part: RequestChain) -> bool:

@@ -21,6 +21,7 @@ NO_SPAN = -1
 NO_PAGE = -1
 NO_OWNER, SHARED = -1, -2
 DEVICE, HOST = 0, 1
+TOKEN_ID_BYTES = 4
 
 
 class CopyState(IntEnum):
@@ -57,6 +58,7 @@ class SpanTable:
     pages[class, tier]: page indexes, int64[rows, widest], NO_PAGE where a live span has none
     uids[row]: content id of each span page, uint64[rows, widest]; given once and never again
     keys[row]: its segment keys so far, concatenated
+    token_ids[row]: u32, those of its valid segments; only of spans whose engine gave them
     run, place: where the index has it, kept by the index (int32)
     touched: rows whose copies or place in the index changed in this event, perhaps several times; empty between events
     """
@@ -86,6 +88,7 @@ class SpanTable:
         self.uids = np.zeros((0, widest), np.uint64)
         self.next_uid = 1
         self.keys = SpanKeys()
+        self.token_ids: dict[int, bytes] = {}
         self.run = np.zeros(0, np.int32)
         self.place = np.zeros(0, np.int32)
         self.touched: list[int | RowArray] = []
@@ -185,6 +188,7 @@ class SpanTable:
         assert self.busy[row] == 0
         assert not self.copies[:, :, row].any()
         self.live[row] = False
+        self.token_ids.pop(row, None)
         self._unused.append(row)
 
     def order(self, row: int) -> TokenOrder:
@@ -265,6 +269,8 @@ class SpanTable:
         assert not self.busy[at].any()
         assert not self.copies[:, :, at].any()
         self.live[at] = False
+        for row in ordered.tolist() if self.token_ids else ():
+            self.token_ids.pop(row, None)
         # Taken again in ascending order: spans that follow each other should stand in rows that do.
         self._unused.extend(ordered[::-1])
 

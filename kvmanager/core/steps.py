@@ -147,6 +147,9 @@ def _commit(engine: Engine, group: Group, entry: FenceEntry, request: Request, p
         raise InvalidArgument(
             f"request {request.request_id}: {len(progress.new_keys)} key bytes, keys are {width} bytes each"
         )
+    if progress.token_ids or (request.token_ids and progress.new_keys):
+        ids_bytes = len(request.token_ids) + len(progress.token_ids)
+        group.check_token_ids(len(request.keys) + len(progress.new_keys), ids_bytes)
     segments = (len(request.keys) + len(progress.new_keys)) // width
     if progress.new_keys and segments * group.spec.page_rows > progress.committed_tokens:
         raise InvalidArgument(
@@ -154,6 +157,7 @@ def _commit(engine: Engine, group: Group, entry: FenceEntry, request: Request, p
             "committed tokens"
         )
     request.keys += progress.new_keys
+    request.token_ids += progress.token_ids
     if progress.committed_tokens > request.committed_tokens:
         request.committed_tokens = progress.committed_tokens
         if request.ranks_lost == engine.ranks_lost:

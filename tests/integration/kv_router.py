@@ -16,7 +16,10 @@ PATIENCE_S = 60.0
 
 
 class Router:
-    """Hears one stream. `blocks`: medium -> hashes. `parents`: hash -> hash before it, None at the root."""
+    """Hears one stream. `blocks`: medium -> hashes. `parents`: hash -> hash before it, None at the root.
+
+    token_ids: hash -> the block's, as far as they are told.
+    """
 
     def __init__(self, endpoint: str, replay_endpoint: str, topic: str) -> None:
         self._context = zmq.Context()
@@ -27,6 +30,7 @@ class Router:
         self._replay_endpoint = replay_endpoint
         self.blocks: dict[str, set[Any]] = {}
         self.parents: dict[Any, Any] = {}
+        self.token_ids: dict[Any, list[int]] = {}
         self.sizes: set[int] = set()
         self.last = -1
         self.gaps = self.cleared = self.lost = 0
@@ -76,17 +80,20 @@ class Router:
                 self.cleared += 1
                 self.blocks.clear()
                 self.parents.clear()
+                self.token_ids.clear()
             elif event["type"] == "BlockRemoved":
                 for block in event["block_hashes"]:
                     self.blocks[event["medium"]].remove(block)
             else:
                 assert event["type"] == "BlockStored"
                 self.sizes.add(event["block_size"])
-                parent = event["parent_block_hash"]
+                parent, size, ids = event["parent_block_hash"], event["block_size"], event["token_ids"]
+                assert len(ids) in (0, size * len(event["block_hashes"])), "those of all blocks, or none"
                 assert parent is None or any(parent in blocks for blocks in self.blocks.values())
                 known = self.blocks.setdefault(event["medium"], set())
-                for block in event["block_hashes"]:
+                for place, block in enumerate(event["block_hashes"]):
                     assert block not in known
+                    self.token_ids[block] = ids[place * size : (place + 1) * size]
                     known.add(block)
                     self.parents[block] = parent
                     parent = block

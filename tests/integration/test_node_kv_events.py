@@ -32,7 +32,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvmanager.clients.attached_engine import AttachedEngine
 from kvmanager.clients.engine import RequestStep
+from kvmanager.clients.keys import KeyChain
 from kvmanager.demo.nodes import NAMESPACE
+from kvmanager.errors import InvalidArgument
 from kvmanager.protos import kvmanager_pb2 as pb
 
 TOPIC = "kv-test"
@@ -188,15 +190,15 @@ def test_a_stream_of_another_model_hears_nothing(tmp_path: Path) -> None:
             router.close()
 
 
-def cbor_keys(tokens: list[int], block: int) -> list[bytes]:
-    """vLLM's sha256_cbor chain: h0 = H("vllm-none-hash"), h_i = H([h_(i-1), [tokens], null]); H = sha256 of CBOR."""
+def cbor_keys(tokens: list[int], block: int, seed: str = "vllm-none-hash") -> list[bytes]:
+    """vLLM's sha256_cbor chain: h0 = H(seed), h_i = H([h_(i-1), [tokens], null]); H = sha256 of CBOR."""
 
     def number(major: int, value: int) -> bytes:
         if value < 24:
             return bytes([major << 5 | value])
         return bytes([major << 5 | 24, value]) if value < 256 else bytes([major << 5 | 25]) + value.to_bytes(2, "big")
 
-    last = hashlib.sha256(number(3, 14) + b"vllm-none-hash").digest()
+    last = hashlib.sha256(number(3, len(seed)) + seed.encode()).digest()
     keys = []
     for at in range(0, len(tokens) // block * block, block):
         part = tokens[at : at + block]
@@ -231,3 +233,59 @@ def test_keys_of_vllm_are_told_as_they_are(tmp_path: Path, hashes: str) -> None:
         finally:
             engine.close()
             router.close()
+
+
+def retold(router: Router, seed: str) -> set[bytes]:
+    """Every block whose hash a router makes again from the token ids that it was told, and from those of its prefix."""
+    found = set()
+    for block in {*router.blocks.get("GPU", ()), *router.blocks.get("CPU", ())}:
+        path = router.path(block)[::-1]
+        tokens = [token for each in path for token in router.token_ids[each]]
+        assert cbor_keys(tokens, ROWS, seed) == path
+        found.add(block)
+    return found
+
+
+def test_token_ids_are_told_where_the_namespace_asks_for_them_and_make_vllms_hashes(tmp_path: Path) -> None:
+    """A prompt, what is generated after it, a restart: a router can make each hash from what it heard alone."""
+    namespace = pb.Namespace()
+    namespace.CopyFrom(NAMESPACE)
+    namespace.key_hash, namespace.key_bytes = "sha256_cbor", 32
+    namespace.hash_seed, namespace.token_ids = "7", True
+    tokens = tokens_of(1, 4 * SPAN)
+    prompt = 2 * SPAN
+    more = stream_toml(tmp_path, more='hash_seed = "7"')
+    with node(tmp_path, "ids", prefill_toml, more=more) as running:
+        router = Streamed(running, tmp_path).router()
+        engine = AttachedEngine(
+            running.runtime_dir, "told", group=GROUP, namespace=namespace, layouts=[LAYOUT], ranks=RANKS
+        )
+        try:
+            chain = KeyChain(namespace)
+            opened = pb.OpenRequest(
+                request_id=1, prompt_tokens=prompt, growth_tokens=2 * SPAN, prompt_keys=chain.extend(tokens[:prompt])
+            )
+            with pytest.raises(InvalidArgument, match="prompt_token_ids has 0 bytes; the namespace asks for"):
+                engine.open(opened)
+            opened.prompt_token_ids = chain.token_ids()
+            engine.open(opened)
+            engine.step([RequestStep(1, len(tokens), prompt)])
+            for end in range(prompt, len(tokens), 8):
+                keys = chain.extend(tokens[end : end + 8])
+                engine.step([RequestStep(1, len(tokens), end + 8, 0, keys, chain.token_ids(keys))])
+            engine.step(closes=[pb.CloseRequest(request_id=1, reason=pb.FINISHED)])
+            told = set(cbor_keys(tokens.tolist(), ROWS, "7"))
+            assert len(told) == len(tokens) // ROWS
+            wait_for(lambda: router.hear() >= 0 and router.blocks == {"GPU": told, "CPU": told})
+            assert retold(router, "7") == told
+        finally:
+            engine.close()
+        running.wait_at_rest()
+        kill_and_wait(running.pid_of("daemon"))
+        running.reopen()
+        late = Streamed(running, tmp_path).router()
+        for each in (router, late):
+            wait_for(lambda each=each: each.hear() >= 0 and (each.cleared > 0) and _asked(each) is False  # type: ignore[misc]
+                     and each.blocks.get("CPU") == told)
+            assert retold(each, "7") == told
+            each.close()

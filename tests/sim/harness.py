@@ -158,7 +158,9 @@ class World:
         if self.crashes is not None and self.crashes.after(event, effects):
             # Whoever sent it heard nothing, and says it again; that a mover is gone, the next daemon found out itself.
             return None if isinstance(event, MoverGone) else self.apply(event, 0)
+        told = self.listener.told_ids
         self.listener.after(effects)
+        self.happened["token ids told"] += self.listener.told_ids - told
         for effect in effects:
             self._perform(effect)
         answers = [effect.answer for effect in effects if isinstance(effect, Replied)]

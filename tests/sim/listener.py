@@ -16,9 +16,20 @@ from kvmanager.core.kvevents import KvEvent, SegmentsRemoved, SegmentsStored
 from kvmanager.core.node import Node
 from kvmanager.core.pool import PageState
 from kvmanager.core.spans import DEVICE, HOST, NO_SPAN
+from tests.sim.content import PAGE_ROWS
 
 Place = tuple[str, int, int, str]
 """Group, chain, namespace, tier."""
+
+
+def tells_ids(namespace: int) -> bool:
+    """Whether engines of a namespace (the first byte of what it registers with) give token ids."""
+    return namespace == b"a"[0]
+
+
+def ids_of(keys: bytes) -> bytes:
+    """The token ids of segments, made of their keys of 16 bytes so that each can be known again."""
+    return b"".join(keys[at : at + 4] * PAGE_ROWS for at in range(0, len(keys), 16))
 
 
 class Listener:
@@ -26,7 +37,7 @@ class Listener:
 
     def __init__(self, node: Node) -> None:
         self.heard: dict[Place, Counter[bytes]] = {}
-        self.stored = self.removed = 0
+        self.stored = self.removed = self.told_ids = 0
         self.restart(node)
 
     def restart(self, node: Node) -> None:
@@ -52,6 +63,10 @@ class Listener:
             known = self.heard.setdefault(place, Counter())
             if isinstance(event, SegmentsStored):
                 self.stored += len(keys)
+                numbers = self._node.state.namespaces
+                asked = next(digest for digest, number in numbers.items() if number == event.namespace)
+                assert event.token_ids == (ids_of(event.keys) if tells_ids(asked[0]) else b"")
+                self.told_ids += len(event.token_ids) // (4 * PAGE_ROWS)
                 assert (event.parent == b"") == (event.first_segment == 0)
                 if event.parent:
                     assert any(self.heard.get((*place[:3], tier), {}).get(event.parent) for tier in ("device", "host"))

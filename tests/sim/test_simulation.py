@@ -40,7 +40,8 @@ def test_the_short_histories_reach_what_they_are_for() -> None:
         counters += report.counters
     for name in ("runnable", "waiting", "refused", "resend", "plan failed", "plan unknown_fate", "export", "pull done",
                  "stream cut", "stream resumed", "nodes cut off", "message lost", "plan lost", "mover died",
-                 "late bytes", "engine gone", "daemon died", "reset", "pin", "unpin", "evict"):  # fmt: skip
+                 "late bytes", "engine gone", "daemon died", "reset", "pin", "unpin", "evict",
+                 "token ids told"):  # fmt: skip
         assert happened[name] > 0, (name, happened)
     for name in ("prefix_hit", "partial_span_reuse", "onboard", "offload", "mirror", "spill", "eviction", "reclaim",
                  "draft_truncation", "handoff", "expired_ticket", "quarantined_copy", "extent_move"):  # fmt: skip

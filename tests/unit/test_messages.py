@@ -22,6 +22,7 @@ from kvmanager.core.events import (
     TicketInfo,
 )
 from kvmanager.errors import InvalidArgument, PoolExhausted, UnknownRequest
+from kvmanager.leasemessages import store_event
 from kvmanager.messages import namespace_digest, notice_message, open_reply, register_event, step_event, step_reply
 from kvmanager.probe import probe_key
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -64,7 +65,7 @@ def test_a_step_with_everything() -> None:
             pb.CloseRequest(request_id=2, reason=pb.ABORTED),
         ],
     )
-    assert step_event("e", message) == Step(
+    assert step_event("e", message, NAMESPACE) == Step(
         "e",
         4,
         BIG,
@@ -81,7 +82,7 @@ def test_a_step_with_everything() -> None:
 
 
 def test_an_empty_step() -> None:
-    assert step_event("e", pb.StepRequest(number=1, epoch=2)) == Step("e", 2, 1)
+    assert step_event("e", pb.StepRequest(number=1, epoch=2), NAMESPACE) == Step("e", 2, 1)
 
 
 ROW = {
@@ -99,27 +100,27 @@ def test_columns_of_other_lengths(column: str, count: int) -> None:
     pack = pack_u32 if column in ("rejected_tokens", "new_key_counts") else pack_u64
     rows = pb.RequestVector(**{**ROW, column: pack([0] * count)})
     with pytest.raises(InvalidArgument, match=rf"requests.{column} has {count} entries for 1 request_ids"):
-        step_event("e", pb.StepRequest(requests=rows))
+        step_event("e", pb.StepRequest(requests=rows), NAMESPACE)
 
 
 @pytest.mark.parametrize("column", list(ROW))
 def test_columns_that_are_no_whole_numbers(column: str) -> None:
     with pytest.raises(InvalidArgument, match=f"requests.{column}"):
-        step_event("e", pb.StepRequest(requests=pb.RequestVector(**{**ROW, column: b"123"})))
+        step_event("e", pb.StepRequest(requests=pb.RequestVector(**{**ROW, column: b"123"})), NAMESPACE)
 
 
 @pytest.mark.parametrize(("counts", "data"), [([0], b"x"), ([3], b"x" * 16), ([(1 << 32) - 1], b"x")])
 def test_keys_that_do_not_divide(counts: list[int], data: bytes) -> None:
     rows = pb.RequestVector(**{**ROW, "new_key_counts": pack_u32(counts), "new_keys": data})
     with pytest.raises(InvalidArgument, match=rf"{len(data)} bytes for {counts[0]} keys"):
-        step_event("e", pb.StepRequest(requests=rows))
+        step_event("e", pb.StepRequest(requests=rows), NAMESPACE)
 
 
 def test_a_fence_of_two_lengths_and_a_close_without_reason() -> None:
     with pytest.raises(InvalidArgument, match="fence: 1 attach_ids, 2 values"):
-        step_event("e", pb.StepRequest(fence=pb.Fence(attach_ids=pack_u64([1]), values=pack_u64([1, 2]))))
+        step_event("e", pb.StepRequest(fence=pb.Fence(attach_ids=pack_u64([1]), values=pack_u64([1, 2]))), NAMESPACE)
     with pytest.raises(InvalidArgument, match="close of request 5: reason must be FINISHED, ABORTED or RETRACTED"):
-        step_event("e", pb.StepRequest(close=[pb.CloseRequest(request_id=5)]))
+        step_event("e", pb.StepRequest(close=[pb.CloseRequest(request_id=5)]), NAMESPACE)
 
 
 def table(host: bool) -> SpanRunTable:
@@ -223,3 +224,54 @@ def test_registrations() -> None:
         register_event(pb.RegisterRequest(namespace=NAMESPACE), "u")
     with pytest.raises(InvalidArgument, match="'md5' is not known here; use one of sha256, sha256_cbor"):
         register_event(pb.RegisterRequest(engine="e", namespace=changed(key_hash="md5")), "u")
+
+
+def test_token_ids_are_taken_where_the_namespace_asks_for_them_and_must_be_those_of_every_key() -> None:
+    asks = pb.Namespace()
+    asks.CopyFrom(NAMESPACE)
+    asks.token_ids = True
+    ids = np.arange(48, dtype="<u4").tobytes()
+    rows = pb.RequestVector(
+        request_ids=pack_u64([7, 8, 9]), capacity_tokens=pack_u64([64] * 3), committed_tokens=pack_u64([64] * 3),
+        rejected_tokens=pack_u32([0] * 3), new_key_counts=pack_u32([2, 0, 1]), new_keys=bytes(48), token_ids=ids,
+    )  # fmt: skip
+    opened = pb.OpenRequest(request_id=1, prompt_tokens=16, prompt_keys=bytes(16), prompt_token_ids=ids[:64])
+    message = pb.StepRequest(requests=rows, open=[opened])
+    event = step_event("e", message, asks)
+    assert [row.token_ids for row in event.progress] == [ids[:128], b"", ids[128:]]
+    assert event.opens[0].token_ids == ids[:64]
+    unasked = step_event("e", message, NAMESPACE)
+    assert all(row.token_ids == b"" for row in unasked.progress)
+    assert unasked.opens[0].token_ids == b""
+    message.requests.token_ids = ids[:-4]
+    with pytest.raises(InvalidArgument, match="has 188 bytes; the namespace asks for the token ids of every key"):
+        step_event("e", message, asks)
+    lacks = pb.StoreRequest(reserve=pb.StoreReserve(keys=bytes(16), token_ids=ids[:60]))
+    with pytest.raises(InvalidArgument, match="token_ids has 60 bytes"):
+        store_event("e", lacks, asks)
+
+
+def test_what_a_namespace_asks_for_keeps_it_apart() -> None:
+    plain = namespace_digest("t", NAMESPACE)
+    for changes in ({"token_ids": True}, {"hash_seed": "0"}, {"hash_seed": "told"}):
+        other = pb.Namespace()
+        other.MergeFrom(NAMESPACE)
+        for name, value in changes.items():
+            setattr(other, name, value)
+        assert namespace_digest("t", other) != plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hash_seed": "0"}, "hash_seed"),
+        ({"key_hash": "sha256_cbor", "key_bytes": 16}, "32 bytes each"),
+    ],
+)
+def test_namespaces_of_vllms_keys_are_checked(changes: dict[str, object], said: str) -> None:
+    namespace = pb.Namespace()
+    namespace.CopyFrom(NAMESPACE)
+    for name, value in changes.items():
+        setattr(namespace, name, value)
+    with pytest.raises(InvalidArgument, match=said):
+        register_event(pb.RegisterRequest(engine="e", group="g", namespace=namespace, ranks=1), "t")

@@ -43,9 +43,24 @@ def test_an_engine_with_other_keys_is_refused_and_told_both() -> None:
         register_event(request(ours, weights_revision="other"), "t")
 
 
+@pytest.mark.parametrize("hash_seed", ["", "42"])
+@pytest.mark.parametrize("key_tokens", [1, 16, 512, 1024])
+def test_vllms_keys_are_made_alike_and_checked_where_the_engine_makes_them(key_tokens: int, hash_seed: str) -> None:
+    fields: dict[str, object] = {"key_hash": "sha256_cbor", "key_bytes": 32, "key_tokens": key_tokens}
+    fields["hash_seed"] = hash_seed
+    ours = probe_key(namespace(**fields))
+    assert keys.probe_key(namespace(**fields)) == ours
+    register_event(request(ours, **fields), "t")
+    with pytest.raises(LayoutMismatch):
+        register_event(request(bytes(32), **fields), "t")
+    with pytest.raises(LayoutMismatch):
+        register_event(request(ours, **{**fields, "hash_seed": "43"}), "t")
+
+
 def test_keys_that_only_the_engine_makes_are_not_checked() -> None:
-    assert keys.probe_key(namespace(key_hash="sha256_cbor")) == b""
-    register_event(request(b"", key_hash="sha256_cbor"), "t")
+    assert keys.probe_key(namespace(key_hash="vllm_sha256")) == b""
+    register_event(request(b"", key_hash="vllm_sha256"), "t")
+    register_event(request(b"", key_hash="sha256_cbor", key_bytes=32), "t")
 
 
 @pytest.mark.parametrize("tokens", [0, MOST_KEY_TOKENS + 1])
