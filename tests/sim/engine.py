@@ -43,7 +43,7 @@ from kvmanager.errors import (
 from tests.sim import retracts
 from tests.sim.content import PAGE_ROWS, Text, next_text
 from tests.sim.harness import World
-from tests.sim.listener import ids_of, tells_ids
+from tests.sim.listener import ids_told
 from tests.sim.published import learn
 from tests.sim.story import same_effect
 from tests.sim.worker import ChainTable, CopyOp, Rank, RowsOp, SimRequest
@@ -128,17 +128,13 @@ class SimEngine:
     def _message(
         self, progress: list[Progress], closes: list[Close], opens: list[tuple[Open, SimRequest]]
     ) -> Pending:
-        told = [(replace(o, token_ids=self._ids(o.keys)), request) for o, request in opens]
-        rows = tuple(replace(row, token_ids=self._ids(row.new_keys)) for row in progress)
+        told = [(replace(o, token_ids=ids_told(self.namespace, o.keys)), request) for o, request in opens]
+        rows = tuple(replace(row, token_ids=ids_told(self.namespace, row.new_keys)) for row in progress)
         message = Step(
             self.name, self.epoch, self.number + 1, self.seen, {r.attach_id: self.value for r in self.ranks},
             rows, tuple(o for o, _ in told), tuple(closes),
         )  # fmt: skip
         return Pending(message, told, closes)
-
-    def _ids(self, keys: bytes) -> bytes:
-        """Token ids of segments: made of their keys, in one of the namespaces."""
-        return ids_of(keys) if tells_ids(self.namespace) else b""
 
     def _send(self, pending: Pending) -> None:
         reply = self.world.apply(pending.message)

@@ -22,14 +22,12 @@ Place = tuple[str, int, int, str]
 """Group, chain, namespace, tier."""
 
 
-def tells_ids(namespace: int) -> bool:
-    """Whether engines of a namespace (the first byte of what it registers with) give token ids."""
-    return namespace == b"a"[0]
+def ids_told(namespace: int, keys: bytes) -> bytes:
+    """The token ids of segments, made of their keys of 16 bytes so that each can be known again.
 
-
-def ids_of(keys: bytes) -> bytes:
-    """The token ids of segments, made of their keys of 16 bytes so that each can be known again."""
-    return b"".join(keys[at : at + 4] * PAGE_ROWS for at in range(0, len(keys), 16))
+    Only engines of one namespace tell them; `namespace` is the first byte of what they register with.
+    """
+    return b"".join(keys[at : at + 4] * PAGE_ROWS for at in range(0, len(keys), 16)) if namespace == b"a"[0] else b""
 
 
 class Listener:
@@ -65,7 +63,7 @@ class Listener:
                 self.stored += len(keys)
                 numbers = self._node.state.namespaces
                 asked = next(digest for digest, number in numbers.items() if number == event.namespace)
-                assert event.token_ids == (ids_of(event.keys) if tells_ids(asked[0]) else b"")
+                assert event.token_ids == ids_told(asked[0], event.keys)
                 self.told_ids += len(event.token_ids) // (4 * PAGE_ROWS)
                 assert (event.parent == b"") == (event.first_segment == 0)
                 if event.parent:
