@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from kvmanager import __version__, lockfile, operatecli, refusal, screens
 from kvmanager.clibase import AsJson, ConfigFile, RuntimeDir, find_node, one_line_errors, print_json, show
@@ -25,8 +26,10 @@ from kvmanager.config import NodeConfig
 from kvmanager.errors import KVError, NotReady
 from kvmanager.exitcodes import EXIT_CONFIG, EXIT_FAILED
 from kvmanager.hostfit import fit_here
+from kvmanager.mapscreen import map_screen
 from kvmanager.planning.cli import plan
 from kvmanager.pressure import cli as pressurecli
+from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import KEEPER_LOCK
 from kvmanager.sizing import size_of
 from kvmanager.units import format_bytes
@@ -155,16 +158,21 @@ def pools(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json: As
 @app.command("map")
 def map_(
     pool: Annotated[str, typer.Argument(help="A pool, as `kvmanager pools` names it.")],
+    first: Annotated[int, typer.Option(min=0, help="Draw from this page on.")] = 0,
+    count: Annotated[int, typer.Option(min=0, help="Pages to draw; 0: all that follow.")] = 0,
     runtime_dir: RuntimeDir = None,
     config: ConfigFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """One character a page of a pool."""
+    """A pool page by page; of a large one many pages a character. With --json one entry a page of all."""
+
+    def draw(reply: pb.MapReply) -> Text:
+        return map_screen(reply, first, count)
 
     def plain(reply: Any) -> dict[str, Any]:
         return {"pool": reply.pool, "class_names": list(reply.class_names), "units": screens.map_units(reply)}
 
-    show(runtime_dir, config, as_json, lambda client: client.map(pool), screens.map_screen, plain)
+    show(runtime_dir, config, as_json, lambda client: client.map(pool), draw, plain)
 
 
 @app.command()

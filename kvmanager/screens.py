@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -24,7 +23,6 @@ STATE_TITLES: Final = ("free", "resv", "fill", "ready", "drain", "quar")
 STATE_CHARACTERS: Final = (".", "r", "+", "", "d", "!")
 """Of a map; ready units show their class instead."""
 NO_CLASS: Final = 255
-MAP_UNITS_A_LINE: Final = 64
 UNOWNED_EXTENT: Final = 0xFFFFFFFF
 
 
@@ -147,36 +145,6 @@ def class_letters(names: Sequence[str]) -> list[str]:
         taken.add(letter)
         letters.append(letter)
     return letters
-
-
-def map_screen(reply: pb.MapReply) -> RenderableType:
-    """One character a unit: its state, or for a ready unit its class, in upper case while it is pinned.
-
-    Raises DaemonError when the reply's arrays do not describe the same units.
-    """
-    units = map_units(reply)
-    letters = class_letters(reply.class_names)
-    characters = []
-    meanings = {}
-    for unit in units:
-        if unit["state"] != "ready":
-            character, meaning = STATE_CHARACTERS[STATES.index(unit["state"])], unit["state"]
-        else:
-            name = unit["class"]
-            character = letters[list(reply.class_names).index(name)] if name else "?"
-            meaning = f"ready, {name or 'no class'}"
-            if unit["pins"]:
-                character, meaning = character.upper() if name else "P", f"{meaning}, pinned"
-        characters.append(character)
-        meanings[character] = meaning
-    lines = [
-        f"{start:>8}  {''.join(characters[start : start + MAP_UNITS_A_LINE])}"
-        for start in range(0, len(characters), MAP_UNITS_A_LINE)
-    ]
-    counts = Counter(characters)
-    assert sum(counts.values()) == len(units), "the legend counts every unit once"
-    legend = [f"  {character}  {counts[character]:>8,}  {meanings[character]}" for character in sorted(meanings)]
-    return Text("\n".join([f"pool {reply.pool}: {len(units):,} units", *lines, "", *legend]))
 
 
 def map_units(reply: pb.MapReply) -> list[dict[str, Any]]:

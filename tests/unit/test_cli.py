@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
-from kvmanager import __version__, screens
+from kvmanager import __version__, mapscreen, screens
 from kvmanager.attach import AttachServer
 from kvmanager.cli import app
 from kvmanager.clients.admin import AdminClient, to_plain
@@ -280,7 +280,7 @@ def test_class_letters_differ() -> None:
 )
 def test_a_map_that_makes_no_sense_is_an_error(reply: pb.MapReply) -> None:
     with pytest.raises(DaemonError, match="the map of p"):
-        screens.map_screen(reply)
+        mapscreen.map_screen(reply)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_map_that_makes_no_sense_is_an_error(reply: pb.MapReply) -> None:
         (screens.status_screen(pb.StatusReply()), "DOES NOT ADD UP"),
         (screens.status_screen(pb.StatusReply()), "no engine"),
         (screens.pools_screen(pb.PoolsReply()), "no pool"),
-        (screens.map_screen(pb.MapReply(pool="p")), "0 units"),
+        (mapscreen.map_screen(pb.MapReply(pool="p")), "0 units"),
         (screens.requests_screen(pb.RequestsReply()), "no request"),
         (screens.prefixes_screen(pb.PrefixesReply()), "no prefix"),
         (screens.leases_screen(pb.LeasesReply()), "no lease"),
