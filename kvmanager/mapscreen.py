@@ -38,7 +38,7 @@ class Drawing:
         padded[: len(self.kinds)] = self.kinds
         table = padded.reshape(-1, a_cell)
         counts = np.stack([(table == kind).sum(axis=1) for kind in range(len(self.characters))], axis=1)
-        found = counts.argmax(axis=1)
+        found: npt.NDArray[np.int64] = counts.argmax(axis=1)
         for state in ALARMING[::-1]:
             kind = STATES.index(state)
             found[counts[:, kind] > 0] = kind
@@ -88,7 +88,7 @@ def map_screen(reply: pb.MapReply, first: int = 0, count: int = 0) -> Text:
     a_cell = scale(units)
     text = "".join(drawn.characters[kind] for kind in drawn.cells(a_cell))
     rows = [text[at : at + LINE] for at in range(0, len(text), LINE)]
-    lines = []
+    lines: list[str] = []
     for number, row in enumerate(rows):
         if 0 < number < len(rows) - 1 and row == rows[number - 1] == rows[number + 1]:
             if lines[-1] != f"{'*':>8}":

@@ -34,8 +34,6 @@ class Closing(Enum):
     RETRACTED = "retracted"  # not at all: it gives up its device pages; an open of its id resumes it
 
 
-# ------------------------------------------------------------------------------------ events
-
 @dataclass(frozen=True)
 class RegisterEngine:
     """An engine announces itself; a live engine of the same name is replaced (its epoch becomes stale)."""
