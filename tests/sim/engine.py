@@ -130,11 +130,10 @@ class SimEngine:
     ) -> Pending:
         told = [(replace(o, token_ids=ids_told(self.namespace, o.keys)), request) for o, request in opens]
         rows = tuple(replace(row, token_ids=ids_told(self.namespace, row.new_keys)) for row in progress)
-        message = Step(
+        return Pending(Step(
             self.name, self.epoch, self.number + 1, self.seen, {r.attach_id: self.value for r in self.ranks},
             rows, tuple(o for o, _ in told), tuple(closes),
-        )  # fmt: skip
-        return Pending(message, told, closes)
+        ), told, closes)  # fmt: skip
 
     def _send(self, pending: Pending) -> None:
         reply = self.world.apply(pending.message)
