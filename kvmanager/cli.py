@@ -31,6 +31,7 @@ from kvmanager.planning.cli import plan
 from kvmanager.pressure import cli as pressurecli
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import KEEPER_LOCK
+from kvmanager.simulation.cli import simulate
 from kvmanager.sizing import size_of
 from kvmanager.units import format_bytes
 
@@ -269,6 +270,7 @@ def replay(
 
 operatecli.add_to(app, config_app)
 app.command()(plan)
+app.command()(simulate)
 pressurecli.add_to(app)
 
 

@@ -38,6 +38,7 @@ class Step:
     gap_s: float
     service_s: float
     stop_reason: str
+    output_tokens: int = 1
 
 
 @dataclass
@@ -109,19 +110,27 @@ def _steps(record: dict[str, Any]) -> Iterator[Step]:
                     float(entry.get("think_time") or 0.0),
                     float(entry.get("api_time") or DEFAULT_SERVICE_S),
                     str(entry.get("stop") or "?"),
+                    max(int(entry.get("out") or 1), 1),
                 )
 
 
-def _number_nodes(session: Session) -> None:
+def number_nodes(session: Session) -> None:
     """Numbers the prefixes of a session: equal numbers, equal blocks up to there."""
     children: dict[tuple[int, int], int] = {}
+    before, known = np.empty(0, np.int64), np.empty(0, np.int64)
     for step in session.steps:
-        node, path = 0, []
-        for first, count in step.runs:
-            for block in range(first, first + count):
-                node = children.setdefault((node, block), len(children) + 1)
-                path.append(node)
-        session.nodes.append(np.asarray(path, np.int64))
+        blocks = np.concatenate([np.arange(first, first + count) for first, count in step.runs])
+        # Most of a prompt is the one before it: only what follows the first difference is looked up.
+        shortest = min(len(blocks), len(before))
+        differs = np.flatnonzero(blocks[:shortest] != before[:shortest])
+        kept = int(differs[0]) if len(differs) else shortest
+        node = int(known[kept - 1]) if kept else 0
+        path = []
+        for block in blocks[kept:].tolist():
+            node = children.setdefault((node, block), len(children) + 1)
+            path.append(node)
+        before, known = blocks, np.concatenate((known[:kept], np.asarray(path, np.int64)))
+        session.nodes.append(known)
 
 
 def stream(sessions: list[Session], lanes: int, requests: int, seed: int) -> Iterator[Request]:
@@ -141,7 +150,7 @@ def stream(sessions: list[Session], lanes: int, requests: int, seed: int) -> Ite
     def take_next() -> Session:
         session = sessions[order[len(plays) % len(order)]]
         if not session.nodes:
-            _number_nodes(session)
+            number_nodes(session)
         plays.append(session)
         return session
 

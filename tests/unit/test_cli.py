@@ -30,7 +30,7 @@ from kvmanager.runtime_dir import GRPC_SOCKET
 from kvmanager.wire import abort_with, pack_u32
 from tests.minimal_config import minimal_toml
 
-VERBS = ("serve", "status", "pools", "map", "requests", "prefixes", "leases", "demo", "replay", "plan")
+VERBS = ("serve", "status", "pools", "map", "requests", "prefixes", "leases", "demo", "replay", "plan", "simulate")
 BIG = (1 << 63) + 5
 STATUS = pb.StatusReply(
     boot_id=BIG,
