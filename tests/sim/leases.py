@@ -17,6 +17,7 @@ from kvmanager.errors import CapacityError, InvalidArgument, Suspect, UnknownLea
 from tests.sim.content import PAGE_ROWS, Text, next_text
 from tests.sim.engine import SimEngine
 from tests.sim.harness import World
+from tests.sim.listener import ids_told
 from tests.sim.published import learn
 from tests.sim.story import same_effect
 from tests.sim.worker import Claim, RowsOp
@@ -133,7 +134,8 @@ class LeaseEngine(SimEngine):
         lease_id, text, keys = self._prompt()
         if not keys:
             return
-        asked = ReserveSpans(self.name, self.epoch, lease_id, keys, 1_000_000, f"s{self.draw.randrange(7)}")
+        session, ids = f"s{self.draw.randrange(7)}", ids_told(self.namespace, keys)
+        asked = ReserveSpans(self.name, self.epoch, lease_id, keys, 1_000_000, session, ids)
         answer = self.world.apply(asked)
         if isinstance(answer, CapacityError):
             self.world.happened["lease refused"] += 1
