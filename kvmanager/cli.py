@@ -234,7 +234,7 @@ def demo(
 
 @app.command()
 def replay(
-    file: Annotated[Path | None, typer.Argument(help="Sessions, JSON lines or .xz; default: the bundled ones.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="JSON lines, .xz, or generate:COUNT; default: bundled.")] = None,
     lanes: Annotated[int, typer.Option(min=1, help="Sessions that run at one time.")] = 64,
     pool_tokens: Annotated[int, typer.Option(min=1, help="What the cache holds, in tokens.")] = 2_000_000,
     requests: Annotated[int, typer.Option(min=1, help="Requests to replay; the first quarter is not counted.")] = 8_000,

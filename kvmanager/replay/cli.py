@@ -12,12 +12,14 @@ from rich.table import Table
 
 from kvmanager.core.spec import Inclusion
 from kvmanager.errors import InvalidArgument
+from kvmanager.replay.generator import generate
 from kvmanager.replay.run import ReplayReport, replay
-from kvmanager.replay.stream import Request, Session, load_sessions, stream
+from kvmanager.replay.stream import Request, Session, load_sessions, peak_tokens, stream
 from kvmanager.replay.tiers import TierReport, replay_tiers
 
 Report = ReplayReport | TierReport
 BUNDLED = "data/claude-code-710.jsonl.xz"
+GENERATED, GENERATED_SEED = "generate:", 710
 
 
 def recorded_stream(
@@ -29,7 +31,12 @@ def recorded_stream(
 
 
 def recorded_sessions(path: Path | None, min_peak: int) -> list[Session]:
-    """Sessions of a file, or the bundled ones. Raises InvalidArgument."""
+    """Sessions of a file, the bundled ones, or as many made up as `generate:COUNT` says. Raises InvalidArgument."""
+    if path is not None and str(path).startswith(GENERATED):
+        count = str(path).removeprefix(GENERATED)
+        if not count.isascii() or not count.isdigit():
+            raise InvalidArgument(f"{path}: write {GENERATED}COUNT, for example {GENERATED}500")
+        return [session for session in generate(int(count), GENERATED_SEED) if peak_tokens(session) >= min_peak]
     if path is not None:
         return load_sessions(path, min_peak)
     with as_file(files("kvmanager.replay") / BUNDLED) as bundled:

@@ -92,10 +92,15 @@ def load_sessions(path: Path, min_peak_tokens: int = 0) -> list[Session]:
                 steps = tuple(_steps(json.loads(line)))
             except (KeyError, TypeError, ValueError) as error:
                 raise InvalidArgument(f"{path} line {number} is no recorded session: {error!r}") from error
-            peak = max((sum(count for _, count in step.runs) for step in steps), default=0)
-            if len(steps) >= 2 and peak * BLOCK_TOKENS >= min_peak_tokens:
-                sessions.append(Session(steps))
+            session = Session(steps)
+            if len(steps) >= 2 and peak_tokens(session) >= min_peak_tokens:
+                sessions.append(session)
     return sessions
+
+
+def peak_tokens(session: Session) -> int:
+    """Tokens of its longest prompt."""
+    return BLOCK_TOKENS * max((sum(count for _, count in step.runs) for step in session.steps), default=0)
 
 
 def _steps(record: dict[str, Any]) -> Iterator[Step]:

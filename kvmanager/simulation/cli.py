@@ -27,7 +27,7 @@ def simulate(
         142_000
     ),
     min_peak: Annotated[int, typer.Option(min=0, help="Only sessions that recorded a prompt of so many tokens.")] = 0,
-    file: Annotated[Path | None, typer.Option(help="Sessions, JSON lines or .xz; default: the bundled ones.")] = None,
+    file: Annotated[Path | None, typer.Option(help="JSON lines, .xz, or generate:COUNT; default: bundled.")] = None,
     seed: Annotated[int, typer.Option(help="Of the order of sessions and where they start.")] = 42,
     alone: Annotated[bool, typer.Option("--alone", help="Don't run what it is compared with.")] = False,
     with_gains: Annotated[bool, typer.Option("--gains", help="Also what it could gain: seven runs instead.")] = False,

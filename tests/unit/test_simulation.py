@@ -47,7 +47,7 @@ def sessions(seed: int, count: int = 12) -> list[Session]:
 
 
 def test_the_cost_model_s_anchors() -> None:
-    """Published: 26 and 191 FLOP/B, the indexer's cross-over at some 32K and 256K tokens, DCP's gather 6 % of a step."""
+    """Published: 26 and 191 FLOP/B, indexer cross-overs at some 32K and 256K tokens, DCP's gather 6 % of a step."""
     context = 1e6
     for heads, intensity, crossing in ((8, 26, 32_000), (64, 191, 256_000)):
         attention = COSTS.attention_flops(1, context, heads)
