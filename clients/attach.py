@@ -20,6 +20,7 @@ from kvmanager.runtime_dir import ATTACH_SOCKET, peer_credentials
 from kvmanager.wire import MESSAGE_MAX_BYTES, TOKEN_METADATA_KEY, error_from_proto
 
 ATTACH_TIMEOUT_S: Final = 10.0
+CONNECT_MS: Final = 5_000
 
 
 class Attachment:
@@ -224,7 +225,8 @@ def grpc_channel(attachment: Attachment) -> grpc.Channel:
         ("grpc.max_receive_message_length", MESSAGE_MAX_BYTES),
         # A daemon that is replaced is back within a second.
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 50),
+        # Also how long one attempt may take, long on a loaded machine; where nobody listens it fails at once.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", 500),
     ]
     channel = grpc.insecure_channel(f"unix:{attachment.grpc_path}", options=options)
