@@ -20,9 +20,12 @@ def test_above_one_we_are_faster():
         "kill s": 4.0,
     }  # fmt: skip
     assert ratios(ours, {}) == {}
+    quick, slow = {"noop": summary([10, 500, 500])}, {"noop": summary([20, 50, 50])}
+    assert ratios(quick, slow) == {"noop": 0.1}
+    assert ratios(quick, slow, "best_us") == {"noop": 2.0}
 
 
 def test_a_summary_is_of_all_calls():
     told = summary([float(n) for n in range(1000)])
-    assert told == {"p50_us": 500.0, "p99_us": 990.0, "calls": 1000}
+    assert told == {"best_us": 0.0, "p50_us": 500.0, "p99_us": 990.0, "calls": 1000}
     assert len(times_us([lambda: None] * 7)) == 7
