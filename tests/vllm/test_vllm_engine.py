@@ -93,12 +93,20 @@ def test_the_daemon_dies_under_load(served: Node, first: Engine, expected: list[
 def test_the_engine_is_killed_and_another_in_chunks_with_few_blocks_takes_over(
     served: Node, model: Path, first: Engine, expected: list[int], tmp_path: Path
 ) -> None:
-    """The second engine computes 64 tokens a step, and has too few blocks for two requests: it preempts."""
-    first.kill()
+    """The second engine computes 64 tokens a step, and has too few blocks for two requests: it preempts.
+
+    Both share the daemon until the first is killed.
+    """
     block_bytes = 4 * 2 * BLOCK * 256
     few = {"max_num_batched_tokens": 64, "kv_cache_memory_bytes": 36 * block_bytes, "max_model_len": 1024}
     with Engine(model, served.runtime_dir, tmp_path / "log", **few) as second:
         second.generate(prompt(99, 40), tokens=4)
+        taken = second.generate(PROMPT)
+        assert taken["tokens"] == [expected]
+        assert taken["cached"][0] >= 768, "what the other engine stored is served"
+        assert first.generate(PROMPT)["tokens"] == [expected], "both go on"
+        first.kill()
+        second.ask("reset")
         taken = second.generate(PROMPT)
         assert taken["tokens"] == [expected]
         assert taken["cached"][0] >= 768, "what the killed engine stored is served"

@@ -47,6 +47,30 @@ def test_latent_attention(tmp_path: Path) -> None:
         served_twice(engine, served, prompt(5, 300), None, least=256)
 
 
+def test_an_engine_that_the_node_refuses_goes_on_without_the_cache(tmp_path: Path) -> None:
+    """Its blocks are not the node's pages: the log says what the node's configuration would need."""
+    skip_without_vllm()
+    model = checkpoint("llama", tmp_path / "llama")
+    tokens = prompt(7, 300)
+    expected = reference(model, [tokens], 16)[0]
+    with (
+        node(tmp_path, "cache", cache_toml) as served,
+        Engine(model, served.runtime_dir, tmp_path / "log", block_size=64) as engine,
+    ):
+        for _ in range(2):
+            answer = engine.generate(tokens)
+            assert answer["tokens"] == [expected]
+            engine.ask("reset")
+        # A hand-off that can't be is a prefill for nobody else.
+        alone = engine.generate(tokens, transfer={"do_remote_decode": True})
+        assert alone["tokens"] == [expected]
+        assert alone["transfer"] == [None]
+        assert served.counters()["stored_tokens"] == 0
+        said = engine.log.read_text()
+        assert "refused" in said
+        assert "page_rows = 64" in said
+
+
 def test_scheduler_and_worker_in_processes_of_their_own(tmp_path: Path) -> None:
     skip_without_vllm()
     model = checkpoint("llama", tmp_path / "llama")
