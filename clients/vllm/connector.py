@@ -111,8 +111,9 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             "namespace": self._settings.namespace, "dtype": model.dtype, "quantization": model.quantization,
             "cache_dtype": cache.cache_dtype, "ranks": ranks, "pages": "row by row",
         }  # fmt: skip
-        revision = revision_of(model.model, model.revision, parts)
-        namespace = namespace_of(model.model, revision, kv_format, str(cache.prefix_caching_hash_algo), tokens)
+        name = self._settings.weights or model.model
+        revision = revision_of("" if self._settings.weights else model.model, model.revision, parts)
+        namespace = namespace_of(name, revision, kv_format, str(cache.prefix_caching_hash_algo), tokens)
         hint = group_table(self._settings, kv_format, tokens, ranks)
         fingerprint = plain_layout(kv_format, tokens).fingerprint
         self._link = Link(self._settings, namespace, fingerprint, ranks, hint)

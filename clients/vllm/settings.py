@@ -23,7 +23,8 @@ _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
 class Settings:
     """Where the daemon is and who asks.
 
-    namespace: said by the user, to keep apart what looks alike. hold_s: how long a finished request's blocks may be
+    namespace: said by the user, to keep apart what looks alike. weights: the user's name for model and weights, in place
+    of the folder they lie in and its files' times, which differ from machine to machine. hold_s: how long a finished request's blocks may be
     kept for their save. call_timeout_s: a daemon that answers nothing for so long is away.
     """
 
@@ -33,12 +34,14 @@ class Settings:
     namespace: str = ""
     hold_s: float = 2.0
     call_timeout_s: float = 1.0
+    weights: str = ""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], engine_id: str) -> Settings:
         """Reads the connector's keys. Raises ConfigError for one that is missing, unknown or of the wrong type."""
         known: dict[str, type[Any]] = {
             "runtime_dir": str, "group": str, "engine": str, "namespace": str, "hold_s": float, "call_timeout_s": float,
+            "weights": str,
         }  # fmt: skip
         for key, value in extra.items():
             if key not in known:
@@ -56,14 +59,18 @@ class Settings:
             extra.get("namespace", ""),
             float(extra.get("hold_s", 2.0)),
             float(extra.get("call_timeout_s", 1.0)),
+            extra.get("weights", ""),
         )
 
 
 def revision_of(model: str, revision: str | None, parts: Mapping[str, object]) -> str:
-    """What tells two sets of weights apart: the revision, for a local folder its files, and what `parts` names."""
+    """What tells two sets of weights apart: the revision, for a local folder its files, and what `parts` names.
+
+    model: "" for one whose files do not count.
+    """
     digest = hashlib.sha256()
     folder = Path(model)
-    if folder.is_dir():
+    if model and folder.is_dir():
         for path in sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)}):
             seen = path.stat()
             digest.update(f"{path.name}:{seen.st_size}:{seen.st_mtime_ns}\n".encode())

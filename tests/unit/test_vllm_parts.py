@@ -93,6 +93,7 @@ def test_tensors_that_differ_or_are_not_whole_blocks_are_refused() -> None:
 def test_settings_name_what_is_wrong() -> None:
     settings = Settings.of({"runtime_dir": "/run/kv", "group": "g"}, "id")
     assert settings.engine == "vllm-id"
+    assert Settings.of({"runtime_dir": "/run/kv", "group": "g", "weights": "llama-8b"}, "id").weights == "llama-8b"
     for extra, said in [({"group": "g"}, "runtime_dir"), ({"runtime_dir": "/x", "group": "g", "pages": 1}, "pages")]:
         with pytest.raises(ConfigError, match=said):
             Settings.of(extra, "id")
@@ -111,6 +112,7 @@ def test_other_weights_are_another_namespace(tmp_path) -> None:
     first = revision_of(str(tmp_path), None, {"dtype": "float32"})
     assert first == revision_of(str(tmp_path), None, {"dtype": "float32"})
     assert first != revision_of(str(tmp_path), None, {"dtype": "bfloat16"})
+    assert revision_of("", None, {"dtype": "float32"}) == revision_of("", None, {"dtype": "float32"}) != first
     (tmp_path / "model.safetensors").write_bytes(b"other")
     assert first != revision_of(str(tmp_path), None, {"dtype": "float32"})
     kv_format = plain_format("float32", 2, 2, 8)
