@@ -23,9 +23,10 @@ _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
 class Settings:
     """Where the daemon is and who asks.
 
-    namespace: said by the user, to keep apart what looks alike. weights: the user's name for model and weights, in place
-    of the folder they lie in and its files' times, which differ from machine to machine. hold_s: how long a finished request's blocks may be
-    kept for their save. call_timeout_s: a daemon that answers nothing for so long is away.
+    namespace: said by the user, to keep apart what looks alike. weights: the user's name for model and weights, in
+    place of the folder they lie in and its files' times, which differ from machine to machine. hold_s: how long a
+    finished request's blocks may be kept for their save. call_timeout_s: a daemon that answers nothing for so long is
+    away.
     """
 
     runtime_dir: Path
