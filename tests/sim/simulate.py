@@ -36,6 +36,8 @@ ACTIONS = {
 MORE = {kind: {"export": 20, "pull": 40} for kind in ("handoff", "many", "pressure", "caches")}
 PLAN_ENDS = [CopyOutcome.DONE] * 17 + [CopyOutcome.FAILED, CopyOutcome.CANCELLED, CopyOutcome.UNKNOWN_FATE]
 LEASES = "@leases"
+STAGES_AT_ONCE = 6
+"""Of a pull, between two other actions: it has some ten, and other engines seldom wait for all of them."""
 FINISH = -1
 """Number of the last action: everybody leaves, all leases expire, nothing may be left."""
 
@@ -208,8 +210,10 @@ class Simulation:
     def _pull(self, world: World, plan_id: int) -> None:
         if self.draw.random() < 0.05:
             world.end_pull(plan_id, self.draw.choice([CopyOutcome.FAILED, CopyOutcome.UNKNOWN_FATE]))
-        else:
-            world.advance_pull(plan_id)
+            return
+        for _ in range(self.draw.randint(1, STAGES_AT_ONCE)):
+            if plan_id in world.pulls:
+                world.advance_pull(plan_id)
 
     def _register(self, group: str, engine: SimEngine) -> None:
         """A new process of the engine; the old one's may live on for a while."""
