@@ -302,6 +302,19 @@ def check_now(state: State, group: Group, demands: Demands, request: Request, cl
     group.claims.pop(who, None)
 
 
+def room_now(state: State, group: Group, demands: Demands) -> None:
+    """Makes room for all that is taken at once, before any of it is taken. Raises PoolExhausted where it does not fit.
+
+    A slab that is partly used may be counted twice by the checks above, as room for its class and as one that could
+    be given to another. What fits is known here, when everything that must go has gone.
+    """
+    reclaimer = state.reclaimers[group.spec.name]
+    for name, demand in demands.by_pool.items():
+        pool = group.pools[name]
+        if demand.now and not reclaimer.make_room(pool, demand.now):
+            raise exhausted(state, group, pool, pool.slabs_needed(demand.now), pool.free_slabs)
+
+
 def _check_pool(
     state: State, group: Group, pool: Pool, demand: tuple[int, int], owed: int, first: int
 ) -> None:

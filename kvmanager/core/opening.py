@@ -15,6 +15,7 @@ from kvmanager.core.admission import (
     device_slabs_free,
     growth_pages,
     growth_promise,
+    room_now,
     span_orders,
     unpromised,
     update_promise,
@@ -93,7 +94,9 @@ def _try(
 ) -> tuple[Request, list[_Shape]]:
     request = _register(state, engine, group, event, shapes)
     try:
-        check(state, group, _demands(state, group, request, shapes), request)
+        demands = _demands(state, group, request, shapes)
+        check(state, group, demands, request)
+        room_now(state, group, demands)
         _take_pages(state, group, request, shapes)
     except CapacityError:
         drop_request(state, request)
@@ -361,7 +364,7 @@ def _onboard_missing(state: State, group: Group, request: Request, number: int) 
             continue
         wanted = int(chain.widths(absent).sum())
         pages = state.reclaimers[group.spec.name].take(chain.pool(c, DEVICE), page_class.name, wanted)
-        assert pages is not None, "admission counted these pages"
+        assert pages is not None, "room was made for these pages"
         chain.put_many(c, DEVICE, absent, pages)
         job = onboard(state, group, number, c, [(row, row) for row in absent])
         job.waiters.append(who)

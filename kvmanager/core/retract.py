@@ -12,6 +12,7 @@ from kvmanager.core.admission import (
     check,
     growth_pages,
     growth_promise,
+    room_now,
     unpromised,
     update_promise,
     update_promises,
@@ -107,7 +108,9 @@ def resume(state: State, engine: Engine, event: Open) -> Opened:
     for part in request.chains:
         part.chain.table.unanchor(part.rows.array)
     try:
-        check(state, group, _demands(state, group, request), request, promised)
+        demands = _demands(state, group, request)
+        check(state, group, demands, request, promised)
+        room_now(state, group, demands)
     except CapacityError:
         request.prompt_tokens, request.growth_tokens, request.homed_pages = before
         for part in request.chains:
@@ -201,7 +204,7 @@ def _bring_back(state: State, group: Group, request: Request, number: int, part:
             continue
         wanted = int(chain.widths(missing).sum())
         pages = state.reclaimers[group.spec.name].take(chain.pool(c, DEVICE), page_class.name, wanted)
-        assert pages is not None, "admission counted these pages"
+        assert pages is not None, "room was made for these pages"
         chain.put_many(c, DEVICE, missing, pages)
         job = onboard(state, group, number, c, [(row, row) for row in missing.tolist()])
         job.waiters.append(who)
