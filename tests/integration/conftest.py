@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+"""Nodes inherit it; where the tests themselves run under nohup, they would never read their files again."""

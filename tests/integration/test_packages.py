@@ -27,8 +27,8 @@ from kvmanager.errors import KVError
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kvmanager", "allocators", "transport", "protos", "clients")
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
-OPTIONAL = {"triton", "vllm", "transformers"}
-"""Imported where a GPU or an engine is; extras, or the engine's own environment, bring them."""
+OPTIONAL = {"triton", "vllm", "transformers", "pytest"}
+"""Imported where a GPU, an engine or a test suite is; extras, or its own environment, bring them."""
 
 
 def test_what_is_imported_is_required() -> None:

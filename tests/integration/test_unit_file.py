@@ -57,6 +57,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.long
 def test_a_node_run_as_the_unit_says(tmp_path: Path) -> None:
     """READY once it serves, the watchdog fed, every descriptor stored, a reload, an orderly stop."""
     config = tmp_path / f"{INSTANCE}.toml"

@@ -58,7 +58,7 @@ def test_under_pressure(pressure_report):
 
 def test_the_plug_in_runs_suites(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(PLUGGED)
-    command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:kvmanager_pressure", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider"]
     command += ["-p", "kvmanager.pressure.plugin", "--pressure-seed", "3", "--pressure-suites", "no-host", "."]
     done = subprocess.run(command, cwd=tmp_path, env=OURS, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -422,6 +422,7 @@ def test_serve_becomes_the_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     result = run("serve", "--json", "--config", str(config))
     assert json.loads(result.stdout)["runtime_dir"] == str(tmp_path)
     where = ["--config", str(config), "--runtime-dir", str(tmp_path), "--device", "cpu", "--drain-ms", "10000"]
+    where.append("--mover=--ucx-devices=lo")
     assert seen.pop() == [sys.executable, sys.executable, "-m", "kvmanager.keeper", *where, "--spare"]
     config.write_text(minimal_toml(tmp_path).replace("[node]\n", "[node]\nspare = false\n"))
     run("serve", "--cold", "--config", str(config))

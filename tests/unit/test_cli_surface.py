@@ -26,7 +26,7 @@ REPLIES: dict[str, type[Any]] = {
     "pin": pb.PinStatus, "unpin": pb.PinStatus, "pins": pb.PinsReply, "loglevel": pb.LogLevelReply,
 }  # fmt: skip
 """Verbs that print a message of the wire, all of it."""
-OTHERS = {"serve", "upgrade", "map", "demo", "replay", "top", "plan", "config check", "config show"}
+OTHERS = {"serve", "upgrade", "map", "demo", "replay", "top", "plan", "simulate", "config check", "config show"}
 """Verbs whose object is their own; their tests name its keys."""
 TEXT = {FieldDescriptor.TYPE_STRING: "text", FieldDescriptor.TYPE_BOOL: "bool", FieldDescriptor.TYPE_BYTES: "u8[]"}
 
