@@ -251,7 +251,6 @@ def driver_of_a_page_twice(target: Target, name: str) -> OwnDriver:
     return GivesPagesTwice(target, name)
 
 
-@pytest.mark.long
 def test_what_breaks_is_made_smaller_and_the_file_breaks_again(tmp_path: Path) -> None:
     options = Options(driver=f"tests.pressure.{HERE}:driver_of_a_page_twice", save_to=tmp_path, shrink_runs=20)
     with Press(options) as press:
