@@ -414,6 +414,10 @@ def test_config_check_looks_at_this_machine(tmp_path: Path) -> None:
     assert json.loads(run("config", "check", str(config), "--json").stdout)["machine"]["device_bytes"] > staging
 
 
+MOVER = "--mover=--ucx-devices=lo"
+"""NIXL binds to the loopback device where nothing else is configured."""
+
+
 def test_serve_becomes_the_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "node.toml"
     config.write_text(minimal_toml(tmp_path))
@@ -422,11 +426,10 @@ def test_serve_becomes_the_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     result = run("serve", "--json", "--config", str(config))
     assert json.loads(result.stdout)["runtime_dir"] == str(tmp_path)
     where = ["--config", str(config), "--runtime-dir", str(tmp_path), "--device", "cpu", "--drain-ms", "10000"]
-    where.append("--mover=--ucx-devices=lo")
-    assert seen.pop() == [sys.executable, sys.executable, "-m", "kvmanager.keeper", *where, "--spare"]
+    assert seen.pop() == [sys.executable, sys.executable, "-m", "kvmanager.keeper", *where, "--spare", MOVER]
     config.write_text(minimal_toml(tmp_path).replace("[node]\n", "[node]\nspare = false\n"))
     run("serve", "--cold", "--config", str(config))
-    assert seen.pop() == [sys.executable, sys.executable, "-m", "kvmanager.keeper", *where, "--cold"]
+    assert seen.pop() == [sys.executable, sys.executable, "-m", "kvmanager.keeper", *where, "--cold", MOVER]
 
 
 def fake_demo(monkeypatch: pytest.MonkeyPatch, passed: bool) -> list[dict[str, object]]:
