@@ -414,22 +414,19 @@ def test_config_check_looks_at_this_machine(tmp_path: Path) -> None:
     assert json.loads(run("config", "check", str(config), "--json").stdout)["machine"]["device_bytes"] > staging
 
 
-MOVER = "--mover=--ucx-devices=lo"
-"""NIXL binds to the loopback device where nothing else is configured."""
-
-
 def test_serve_becomes_the_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "node.toml"
     config.write_text(minimal_toml(tmp_path))
     seen: list[list[str]] = []
+    mover = "--mover=--ucx-devices=lo"  # loopback, where no other device is configured
     monkeypatch.setattr(os, "execv", lambda path, command: seen.append([path, *command]))
     result = run("serve", "--json", "--config", str(config))
     assert json.loads(result.stdout)["runtime_dir"] == str(tmp_path)
     where = ["--config", str(config), "--runtime-dir", str(tmp_path), "--device", "cpu", "--drain-ms", "10000"]
-    assert seen.pop() == [sys.executable, sys.executable, "-m", "kvmanager.keeper", *where, "--spare", MOVER]
+    assert seen.pop() == [sys.executable, sys.executable, "-m", "kvmanager.keeper", *where, "--spare", mover]
     config.write_text(minimal_toml(tmp_path).replace("[node]\n", "[node]\nspare = false\n"))
     run("serve", "--cold", "--config", str(config))
-    assert seen.pop() == [sys.executable, sys.executable, "-m", "kvmanager.keeper", *where, "--cold", MOVER]
+    assert seen.pop() == [sys.executable, sys.executable, "-m", "kvmanager.keeper", *where, "--cold", mover]
 
 
 def fake_demo(monkeypatch: pytest.MonkeyPatch, passed: bool) -> list[dict[str, object]]:
