@@ -62,7 +62,7 @@ def acquire(state: State, event: AcquirePrefix) -> Opened:
 def _pinned(group: Group, chain: Chain, rows: RowArray) -> RowArray:
     """Pins the leading spans that can be held back while every promise to others is kept; which they are."""
     chain.table.pin(rows)
-    if promises_hold(group):
+    if len(rows) == 0 or promises_hold(group):  # where nothing is asked for, a promise may be out of reach already
         return rows
     chain.table.unpin(rows)
     for count, row in enumerate(rows.tolist()):
