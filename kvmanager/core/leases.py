@@ -62,15 +62,17 @@ def acquire(state: State, event: AcquirePrefix) -> Opened:
 def _pinned(group: Group, chain: Chain, rows: RowArray) -> RowArray:
     """Pins the leading spans that can be held back while every promise to others is kept; which they are."""
     chain.table.pin(rows)
-    if len(rows) == 0 or promises_hold(group):  # where nothing is asked for, a promise may be out of reach already
+    if promises_hold(group):
         return rows
     chain.table.unpin(rows)
-    for count, row in enumerate(rows.tolist()):
-        chain.table.pin([row])
-        if not promises_hold(group):
-            chain.table.unpin([row])
-            return rows[:count]
-    raise AssertionError("all were pinned one by one, and together they may not be")
+    fits, breaks = 0, len(rows)  # what more pins break, fewer may keep: looked for by halving
+    while breaks - fits > 1:
+        middle = (fits + breaks) // 2
+        chain.table.pin(rows[:middle])
+        fits, breaks = (middle, breaks) if promises_hold(group) else (fits, middle)
+        chain.table.unpin(rows[:middle])
+    chain.table.pin(rows[:fits])
+    return rows[:fits]
 
 
 def reserve(state: State, event: ReserveSpans) -> Opened:
