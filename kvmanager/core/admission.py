@@ -180,7 +180,7 @@ def check(
     own: Mapping[str, int] | None = None,
     claim: Demands | None = None,
 ) -> None:
-    """Raises PoolExhausted for the first pool that can't give what is asked now and promised later.
+    """Makes room for what is asked now; PoolExhausted for the first pool that can't give it, and what comes later.
 
     `own`: pool -> slabs promised to the one who asks (a running request), which are not in its way; None: it asks to
     be admitted. Who was refused before and ranks higher goes first, for `claim_hold_ns`: a running request before
@@ -209,6 +209,7 @@ def check(
             _claim(state, group, who, rank, claim or demands)
         raise
     group.claims.pop(who, None)
+    _make_room(state, group, demands)
 
 
 def _claim(state: State, group: Group, who: tuple[str, int, int], rank: tuple[int, int], demands: Demands) -> None:
@@ -287,7 +288,7 @@ def _idle_units(group: Group, pool: Pool, tenant: int) -> int:
 
 
 def check_now(state: State, group: Group, demands: Demands, request: Request, claim: Demands) -> None:
-    """Raises PoolExhausted for the first pool that can't give what is promised already and asked now.
+    """Makes room for what is promised already and asked now; PoolExhausted for the first pool that can't give it.
 
     It happens only where more is promised than there is (overcommit above 1.0).
     """
@@ -300,12 +301,13 @@ def check_now(state: State, group: Group, demands: Demands, request: Request, cl
         _claim(state, group, who, (0, 0), claim)
         raise
     group.claims.pop(who, None)
+    _make_room(state, group, demands)
 
 
-def room_now(state: State, group: Group, demands: Demands) -> None:
+def _make_room(state: State, group: Group, demands: Demands) -> None:
     """Makes room for all that is taken at once, before any of it is taken. Raises PoolExhausted where it does not fit.
 
-    A slab that is partly used may be counted twice by the checks above, as room for its class and as one that could
+    A slab that is partly used may be counted twice by `_check_pool`, as room for its class and as one that could
     be given to another. What fits is known here, when everything that must go has gone.
     """
     reclaimer = state.reclaimers[group.spec.name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvmanager.core.admission import Demands, check, check_now, own_order, room_now, update_promise
+from kvmanager.core.admission import Demands, check, check_now, own_order, update_promise
 from kvmanager.core.group import Group
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Request, RequestChain
@@ -96,13 +96,10 @@ def _grow(state: State, engine: Engine, entry: FenceEntry, request: Request, cap
     if covered > min(part.end_token for part in request.chains):
         demands = _demands(group, request, covered)
         check_now(state, group, demands, request, _next(group, request))
-        room_now(state, group, demands)
         _add(state, group, request, covered)
         update_promise(state, request)
     if any(part.end_token < capacity for part in request.chains):
-        demands = _demands(group, request, capacity)
-        check(state, group, demands, request, request.promised, _next(group, request))
-        room_now(state, group, demands)
+        check(state, group, _demands(group, request, capacity), request, request.promised, _next(group, request))
         _add(state, group, request, capacity)
 
 

@@ -15,7 +15,6 @@ from kvmanager.core.admission import (
     device_slabs_free,
     growth_pages,
     growth_promise,
-    room_now,
     span_orders,
     unpromised,
     update_promise,
@@ -94,9 +93,7 @@ def _try(
 ) -> tuple[Request, list[_Shape]]:
     request = _register(state, engine, group, event, shapes)
     try:
-        demands = _demands(state, group, request, shapes)
-        check(state, group, demands, request)
-        room_now(state, group, demands)
+        check(state, group, _demands(state, group, request, shapes), request)
         _take_pages(state, group, request, shapes)
     except CapacityError:
         drop_request(state, request)

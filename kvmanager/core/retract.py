@@ -12,7 +12,6 @@ from kvmanager.core.admission import (
     check,
     growth_pages,
     growth_promise,
-    room_now,
     unpromised,
     update_promise,
     update_promises,
@@ -108,9 +107,7 @@ def resume(state: State, engine: Engine, event: Open) -> Opened:
     for part in request.chains:
         part.chain.table.unanchor(part.rows.array)
     try:
-        demands = _demands(state, group, request)
-        check(state, group, demands, request, promised)
-        room_now(state, group, demands)
+        check(state, group, _demands(state, group, request), request, promised)
     except CapacityError:
         request.prompt_tokens, request.growth_tokens, request.homed_pages = before
         for part in request.chains:
