@@ -31,7 +31,15 @@ VERIFY_TRIES: Final = 3
 NEW_PROMPTS: Final = 0.15
 """Share of prompts that nobody asks for again: they make room scarce."""
 
-EXPECTED: Final = {"PeerUnreachable", "TransferFailed", "TransferTimeout", "UnknownLease", "LeaseExpired", "NotReady"}
+EXPECTED: Final = {
+    "PeerUnreachable",
+    "TransferFailed",
+    "TransferTimeout",
+    "UnknownLease",
+    "LeaseExpired",
+    "NotReady",
+    "StalePage",  # a source whose mover was restarted: what was read of it is dropped
+}
 """Errors that an engine may get because somebody died: a hand-off that did not end well, a node that is not back."""
 
 
