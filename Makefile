@@ -47,7 +47,7 @@ test: $(STAMP) ## the default tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(PYTEST_FLAGS)
 
 test-long: $(STAMP) ## the tests that take minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m long -n 2 --dist loadfile --durations=12 $(PYTEST_FLAGS) || { \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m long -n 3 --dist loadfile --durations=12 $(PYTEST_FLAGS) || { \
 	  rc=$$?; test $$rc -ne 5 || echo "make test-long: no test is marked long, so nothing was tested" >&2; exit $$rc; }
 
 test-vllm: $(STAMP) ## a real vLLM engine as a client (its environment is made once: minutes, 2.5 GB)

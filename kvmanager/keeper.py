@@ -123,9 +123,8 @@ class Keeper:
             key.data()
 
     def _due_s(self) -> float | None:
-        times = [child.restart_at_s for child in self._children]
-        connect_at_s = self._channel.connect_at_s if self._daemon.running else None
-        times += [connect_at_s, self._spare.start_at_s, self._systemd.watchdog()]
+        times = [self._channel.connect_at_s] if self._daemon.running else []
+        times += [self._spare.start_at_s, self._systemd.watchdog(), *(child.restart_at_s for child in self._children)]
         return min((t for t in times if t is not None), default=None)
 
     def _do_what_is_due(self) -> None:
@@ -205,9 +204,9 @@ class Keeper:
             if child is self._daemon:
                 self._channel.drain()
             self._plan_restart(child, str(error))
-            return
-        self._watch(child)
-        _log.info("started the %s, pid %d", child.name, child.pid)
+        else:
+            self._watch(child)
+            _log.info("started the %s, pid %d", child.name, child.pid)
 
     def _watch(self, child: Child) -> None:
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._on_death(child))

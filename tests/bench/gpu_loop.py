@@ -13,16 +13,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from kvmanager.clients.glm.gpu_resolver import Resolution
 from kvmanager.clients.glm.gpu_swapin import RowPieces, SwapIn
-from kvmanager.core.plans import CopyPlan
+from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.transport.cuda import DEFAULT_TUNING, CudaExecutor, Tuning
 from kvmanager.transport.cuda_checksums import SUM_BLOCKS
+from kvmanager.transport.pacing import LinkRates, Pacer
 from kvmanager.units import GIB, MIB
 from tests.bench.figure import Figure
 from tests.bench.gpu_checksums import SAMPLE, summed
@@ -31,6 +32,8 @@ from tests.bench.gpu_memory import DEVICE, GB, PAGE, QUEUED, Memory, page_plans,
 HOST_BYTES = 8 * GIB
 PLANS, LOAD_PAGES = 16, 64
 BY_KERNEL = Tuning(small_copy_bytes=MIB)
+PACED_KERNEL = Tuning(small_copy_bytes=MIB, piece_bytes=2 * MIB)
+"""In launches of about 50 us, so that its rate is kept evenly."""
 MANY_BLOCKS = Tuning(sum_blocks=264)
 LOADS = {
     "whole": "offload of whole pages",
@@ -39,7 +42,11 @@ LOADS = {
     "sampled": f"the same, checksums of one in {SAMPLE}",
     "onboard": "onboard of whole pages",
     "permuted": "permuted offload",
+    "permuted-20": "permuted offload at 20 GB/s at most",
     "kernel-permuted": "permuted offload by the kernel alone",
+    "kernel-1": "the same at 1 GB/s at most",
+    "kernel-2": "the same at 2 GB/s at most",
+    "kernel-4": "the same at 4 GB/s at most",
 }
 LOOP_STEPS, SWAP_STEPS = 100, 300
 REQUESTS, ROWS, ROW_BYTES, LAUNCHES = 16, 205, 4 * 656, 8
@@ -166,30 +173,47 @@ def _swaps(memory: Memory) -> Callable[[], object]:
 # The other process
 
 
-def _loads(memory: Memory) -> dict[str, tuple[Tuning, list[CopyPlan]]]:
+@dataclass(frozen=True)
+class Copies:
+    """What the other process does over and over. `to_host_gb_s`: at most so fast, 0 as fast as it goes."""
+
+    plans: list[CopyPlan]
+    tuning: Tuning = DEFAULT_TUNING
+    to_host_gb_s: int = 0
+
+    def executor(self, memory: Memory) -> CudaExecutor:
+        """Its own, with streams of its own."""
+        pacer = Pacer(LinkRates(to_host=int(self.to_host_gb_s * GB)))
+        return CudaExecutor(memory.regions, DEVICE, tuning=self.tuning, pacer=pacer)
+
+
+def _loads(memory: Memory) -> dict[str, Copies]:
     down, up = (page_plans(memory, way, PLANS, LOAD_PAGES) for way in (True, False))
-    permuted = [permuted_plan(LOAD_PAGES)]
+    permuted = [replace(permuted_plan(LOAD_PAGES), purpose=Purpose.OFFLOAD)]
     return {
-        "whole": (DEFAULT_TUNING, down),
-        "summed": (DEFAULT_TUNING, summed(down, 1)),
-        "summed-wide": (MANY_BLOCKS, summed(down, 1)),
-        "sampled": (DEFAULT_TUNING, summed(down, SAMPLE)),
-        "onboard": (DEFAULT_TUNING, up),
-        "permuted": (DEFAULT_TUNING, permuted),
-        "kernel-permuted": (BY_KERNEL, permuted),
+        "whole": Copies(down),
+        "summed": Copies(summed(down, 1)),
+        "summed-wide": Copies(summed(down, 1), MANY_BLOCKS),
+        "sampled": Copies(summed(down, SAMPLE)),
+        "onboard": Copies(up),
+        "permuted": Copies(permuted),
+        "permuted-20": Copies(permuted, to_host_gb_s=20),
+        "kernel-permuted": Copies(permuted, BY_KERNEL),
+        "kernel-1": Copies(permuted, PACED_KERNEL, 1),
+        "kernel-2": Copies(permuted, PACED_KERNEL, 2),
+        "kernel-4": Copies(permuted, PACED_KERNEL, 4),
     }
 
 
 def _serve(host_fd: int) -> None:
     memory = Memory(HOST_BYTES, 2 * PLANS * LOAD_PAGES * PAGE, host_fd)
-    tunings = (DEFAULT_TUNING, BY_KERNEL, MANY_BLOCKS)
-    executors = {tuning: CudaExecutor(memory.regions, DEVICE, tuning=tuning) for tuning in tunings}
     loads = _loads(memory)
+    executors = {what: copies.executor(memory) for what, copies in loads.items()}
     print("ready", flush=True)
     for line in iter(sys.stdin.readline, ""):
-        tuning, plans = loads[line.strip()]
+        what = line.strip()
         print("copying", flush=True)
-        print(_copy_on(executors[tuning], plans), flush=True)
+        print(_copy_on(executors[what], loads[what].plans), flush=True)
 
 
 def _copy_on(executor: CudaExecutor, plans: list[CopyPlan]) -> float:

@@ -77,6 +77,7 @@ def _append_figures() -> Iterator[Figure]:
         committed = 512
         core_s: list[float] = []
         journal_s: list[float] = []
+        clock_s: list[float] = []  # reading the clock is a system call
         for _ in range(60):
             committed += 64
             progress = tuple(
@@ -89,11 +90,12 @@ def _append_figures() -> Iterator[Figure]:
             driver.node.apply(event, driver._now)
             middle = thread_time()
             kept.journal.append(event, driver._now, 0.0)
+            end = thread_time()
             core_s.append(middle - start)
-            journal_s.append(thread_time() - middle)
-        journal_s.sort()
-        core_s.sort()
-        cost, work = journal_s[30], core_s[30]
+            journal_s.append(end - middle)
+            clock_s.append(thread_time() - end)
+        clock, cost, work = (sorted(each)[30] for each in (clock_s, journal_s, core_s))
+        cost, work = cost - clock, work - clock
         yield Figure(
             f"survival: journal a commit, {requests} a message", cost / requests * 1e6, "us",
             "the core's work for the message", cost / work,

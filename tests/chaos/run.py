@@ -66,6 +66,12 @@ class Report:
         """Whether nothing was wrong."""
         return not (self.wrong_bytes or self.leaks or self.failures)
 
+    def check(self) -> None:
+        """Fails with what was wrong, and where kills found next to nothing committed that could have been."""
+        assert self.passed, "\n".join([*self.leaks, *self.failures])
+        print(self.summary())
+        assert self.committed_pages_checked > 20 * self.kills
+
     def summary(self) -> dict[str, Any]:
         """For the last line of output."""
         return {
