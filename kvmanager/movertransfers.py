@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Final
 
 from kvmanager.allocators.cuda_driver import call, device_ordinal
 from kvmanager.errors import NotReady, TransferFailed
 from kvmanager.movermemory import MoverMemory
 from kvmanager.transport.cpu import CpuExecutor
-from kvmanager.transport.cuda import CudaExecutor
+from kvmanager.transport.cuda import DEFAULT_TUNING, CudaExecutor
 from kvmanager.transport.executor import Completion, RegionMap
+from kvmanager.transport.kernel_windows import pause_bridged_by
 from kvmanager.transport.nixl import NixlReader, UcxSettings
 from kvmanager.transport.pacing import Pacer
 from kvmanager.transport.pack_service import PackService
@@ -57,12 +59,18 @@ class MoverTransfers:
             packer = CudaPacker(regions, device_ordinal(device))
             self._service = PackService(self.reader, regions, packer, PACK_REGION, memory.pageable, gpu)
         self._reads = PackedReads(self.reader, self._service)
-        self._placer = CudaExecutor(regions, device, pacer=pacer) if self._on_gpu else CpuExecutor(regions)
+        self._placer = self._make_placer(device, pacer, 0 if staging is None else regions.size(staging))
         self._pulls: PullPipeline | None = None
         for region_id in memory.infos:
             self.register(region_id)
         what = "packed pages" if self._service else "the pages themselves"
         _log.info("agent %s: peers read %s", self.reader.name, what)
+
+    def _make_placer(self, device: str, pacer: Pacer, staging_bytes: int) -> CudaExecutor | CpuExecutor:
+        if not self._on_gpu:
+            return CpuExecutor(self._regions)
+        tuning = replace(DEFAULT_TUNING, kernel_pause_ns=pause_bridged_by(staging_bytes))
+        return CudaExecutor(self._regions, device, tuning=tuning, pacer=pacer)
 
     def register(self, region_id: int) -> None:
         """A region that came: peers may read it, or reads may end in it."""

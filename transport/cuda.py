@@ -26,6 +26,7 @@ from kvmanager.transport.cuda_checksums import SUM_BLOCKS, SumLane
 from kvmanager.transport.cuda_copies import CudaCopies
 from kvmanager.transport.cuda_rows import MAX_COPIES, MAX_EXTENTS, RowKernel
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
+from kvmanager.transport.kernel_windows import PAUSE_NS, KernelWindows
 from kvmanager.transport.pacing import Pacer
 from kvmanager.transport.runs import slices
 from kvmanager.transport.turns import Turns
@@ -50,13 +51,14 @@ class Tuning:
     MiB 0.970, 0.971, 0.979; 64 MiB 0.984, 0.973, 0.986; 128 MiB 0.984, 0.983, 0.987. A second stream a direction gained
     nothing.
     piece_bytes: of one call for other shapes. small_copy_bytes: copies smaller than this may go by the kernel.
-    sum_blocks: of a launch that sums pages up.
+    sum_blocks: of a launch that sums pages up. kernel_pause_ns: between kernels' windows (see `KernelWindows`).
     """
 
     run_piece_bytes: int = 128 * MIB
     piece_bytes: int = 32 * MIB
     small_copy_bytes: int = SMALL_COPY_BYTES
     sum_blocks: int = SUM_BLOCKS
+    kernel_pause_ns: int = PAUSE_NS
 
 
 DEFAULT_TUNING: Final = Tuning()
@@ -96,9 +98,11 @@ Issue = Callable[[StridedCopies, int, int], object]
 class _Lane:
     """One stream of a direction: how it is fed, whose turn it is, and what is in flight in order."""
 
-    def __init__(self, issue: Issue, first_mark: int) -> None:
+    def __init__(self, issue: Issue, first_mark: int, windows: KernelWindows | None = None) -> None:
+        """`windows`: when it may be fed; None: always."""
         module = driver()
         self.issue = issue
+        self._windows = windows
         self.stream = call("cuStreamCreate", module.CUstream_flags.CU_STREAM_NON_BLOCKING)
         flags = module.CUevent_flags.CU_EVENT_DISABLE_TIMING
         self.marks = [_Mark(first_mark + n, call("cuEventCreate", flags)) for n in range(WINDOW_PIECES)]
@@ -107,7 +111,9 @@ class _Lane:
         self.queued_bytes = 0
 
     def has_room(self) -> bool:
-        return bool(self.marks) and self.queued_bytes < WINDOW_BYTES
+        """For a piece more, now."""
+        full = not self.marks or self.queued_bytes >= WINDOW_BYTES
+        return not full and (self._windows is None or self._windows.open)
 
     def close(self) -> None:
         for mark in self.marks:
@@ -138,10 +144,12 @@ class CudaExecutor(ActivePlans[_Active]):
         self._copies = CudaCopies(regions, context.ordinal)
         self._not_ready = int(driver().CUresult.CUDA_ERROR_NOT_READY)
         self._tuning = tuning
+        self._windows = KernelWindows(tuning.kernel_pause_ns, clock_ns)
         self._kernel = RowKernel(context.ordinal, len(_DIRECTIONS) * WINDOW_PIECES)
         self._engine_lanes = {key: _Lane(self._by_engine, 0) for key in _DIRECTIONS}
         self._kernel_lanes = {
-            key: _Lane(self._by_kernel, number * WINDOW_PIECES) for number, key in enumerate(_DIRECTIONS)
+            key: _Lane(self._by_kernel, number * WINDOW_PIECES, self._windows)
+            for number, key in enumerate(_DIRECTIONS)
         }
         self._lanes = [*self._engine_lanes.values(), *self._kernel_lanes.values()]
         self._sum_lane: SumLane[_Active] | None = None  # made when a plan asks for sums
@@ -180,15 +188,18 @@ class CudaExecutor(ActivePlans[_Active]):
 
     def _by_kernel(self, copies: StridedCopies, mark: int, stream: int) -> None:
         source, target = (self._regions.address(r) for r in (copies.source_region, copies.target_region))
+        self._windows.launched()
         self._kernel.launch(copies, source, target, mark, stream)
 
     def poll(self) -> list[Completion]:
         """See `Executor.poll`. Waits for nothing."""
+        self._windows.begin_pass()
         for lane in self._lanes:
             self._retire(lane)
             self._fill(lane)
         if self._sum_lane is not None:
             self._take_sums(self._sum_lane)
+        self._windows.end_pass()
         over, self._over = self._over, []
         return [self._end(active) for active in over]
 
@@ -202,7 +213,8 @@ class CudaExecutor(ActivePlans[_Active]):
 
     def idle(self) -> bool:
         """Whether `poll` can do nothing until a copy has landed or a link has room: sleep about a millisecond."""
-        return not self._over and not any(self._may_start(lane) for lane in self._lanes)
+        summing = self._sum_lane is not None and self._sum_lane.may_launch
+        return not self._over and not summing and not any(self._may_start(lane) for lane in self._lanes)
 
     def wait_ns(self) -> int:
         """See `Executor.wait_ns`; 0 while copies are in flight, whose end only `poll` sees."""
@@ -247,7 +259,7 @@ class CudaExecutor(ActivePlans[_Active]):
         active.pending += 1
         try:
             if self._sum_lane is None:
-                self._sum_lane = SumLane(self._regions, self._ordinal, self._tuning.sum_blocks)
+                self._sum_lane = SumLane(self._regions, self._ordinal, self._tuning.sum_blocks, self._windows)
         except DeviceError as error:
             active.pending -= 1
             active.ended = (Outcome.FAILED, _failure(active, error))

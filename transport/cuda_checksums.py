@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmanager.allocators.cuda_driver import call, driver
 from kvmanager.core.checksums import SUM_WORDS, PageSections, SumArray
@@ -21,15 +22,18 @@ from kvmanager.errors import DeviceError
 from kvmanager.transport.checksums import LINE_WORDS
 from kvmanager.transport.cuda_rows import compile_kernels
 from kvmanager.transport.executor import RegionMap
+from kvmanager.transport.kernel_windows import KernelWindows
 from kvmanager.transport.pinned import PinnedMemory
 
 Owner = TypeVar("Owner")
-SUM_BLOCKS: Final = 32
-"""Of a launch: 1.2 TB/s on an H200, 20 times what a link brings. 264 read 2.3 TB/s; a decode-like loop of another
-process beside full-speed offload was slowed alike by either, less than half a percent more than without sums."""
+SUM_BLOCKS: Final = 264
+"""Of a launch: 2.5 TB/s on an H200, 32 read 1.2 TB/s. A decode-like loop of another process is slowed alike by either:
+what counts is how often its kernels are left (see `KernelWindows`)."""
 THREADS: Final = 256
 MAX_SECTIONS: Final = 512
 """Of one batch: their columns take 4 MiB of GPU memory, made once."""
+BATCHES: Final = 8
+"""In flight at one time, one behind the other."""
 TILE_LINES: Final = 32
 """Lines that one warp takes before it gives its columns up."""
 _SOURCE: Final = r"""
@@ -122,8 +126,17 @@ extern "C" __global__ void mix_columns(const u64 *sections, unsigned n, const u6
 """
 
 
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """A batch's part of pinned memory, uint64: sections as (address, bytes) [2n], tiles before each [n + 1], sums."""
+
+    sections: npt.NDArray[np.uint64]
+    first_tile: npt.NDArray[np.uint64]
+    result: npt.NDArray[np.uint64]
+
+
 class CudaChecksums:
-    """The kernels, and room for one batch in flight. A context must be current; nothing is allocated per batch."""
+    """The kernels, and room for batches in flight on one stream. A context must be current; no batch allocates."""
 
     def __init__(self, ordinal: int, blocks: int = SUM_BLOCKS) -> None:
         """Compiles; launches have `blocks` blocks. Raises DeviceError."""
@@ -136,20 +149,27 @@ class CudaChecksums:
         self._sums = int(call("cuMemAlloc", MAX_SECTIONS * SUM_WORDS * 8))
         self._described = int(call("cuMemAlloc", (MAX_SECTIONS * 3 + 1) * 8))
         words = MAX_SECTIONS * 2 + (MAX_SECTIONS + 1) + MAX_SECTIONS * SUM_WORDS
-        room = np.frombuffer(mmap.mmap(-1, -(-words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE), np.uint8)
+        size_bytes = BATCHES * words * 8
+        room = np.frombuffer(mmap.mmap(-1, -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE), np.uint8)
         self._pinned = PinnedMemory(room)
-        memory = room[: words * 8].view(np.uint64)
-        self._sections = memory[: MAX_SECTIONS * 2]
-        self._first_tile = memory[MAX_SECTIONS * 2 : MAX_SECTIONS * 3 + 1]
-        self._result = memory[MAX_SECTIONS * 3 + 1 :]
+        bounds = (MAX_SECTIONS * 2, MAX_SECTIONS * 3 + 1)
+        self._rooms = [
+            _Room(*np.split(memory, bounds)) for memory in room[:size_bytes].view(np.uint64).reshape(BATCHES, words)
+        ]
 
     @staticmethod
     def batch_pages(pages: PageSections) -> int:
         """Pages that fit one batch."""
         return max(1, MAX_SECTIONS // len(pages.sections))
 
-    def launch(self, regions: RegionMap, pages: PageSections, first: int, count: int, stream: int) -> None:
-        """Queues the sums of `count` pages from `first` on. The room is taken until what was queued has ended."""
+    def launch(
+        self, regions: RegionMap, pages: PageSections, first: int, count: int, stream: int, batch: int = 0
+    ) -> None:
+        """Queues the sums of `count` pages from `first` on. Room `batch` is taken until what was queued has ended.
+
+        All that is in flight must be on one stream: batches follow each other through the same memory of the GPU.
+        """
+        room = self._rooms[batch]
         sections = len(pages.sections)
         n = count * sections
         assert 0 < n <= MAX_SECTIONS
@@ -157,15 +177,15 @@ class CudaChecksums:
         bases = np.array([regions.address(region) for region in pages.regions[part].tolist()], np.uint64)
         starts = bases + pages.offsets[part].astype(np.uint64)
         shape = np.array(pages.sections, np.uint64)
-        described = self._sections[: 2 * n].reshape(count, sections, 2)
+        described = room.sections[: 2 * n].reshape(count, sections, 2)
         described[:, :, 0] = starts[:, None] + shape[:, 0]
         described[:, :, 1] = shape[:, 1]
         lines = -(-described[:, :, 1].reshape(-1).astype(np.int64) // (LINE_WORDS * 8))
-        self._first_tile[0] = 0
-        self._first_tile[1 : n + 1] = np.cumsum(-(-lines // TILE_LINES))
+        room.first_tile[0] = 0
+        room.first_tile[1 : n + 1] = np.cumsum(-(-lines // TILE_LINES))
         queue = driver().CUstream(stream)
         described_at, tiles_at = self._described, self._described + MAX_SECTIONS * 2 * 8
-        call("cuMemcpyHtoDAsync", described_at, int(self._sections.ctypes.data), (MAX_SECTIONS * 3 + 1) * 8, queue)
+        call("cuMemcpyHtoDAsync", described_at, int(room.sections.ctypes.data), (MAX_SECTIONS * 3 + 1) * 8, queue)
         call("cuMemsetD8Async", self._columns, 0, n * LINE_WORDS * 8, queue)
         call("cuMemsetD8Async", self._sums, 0, n * SUM_WORDS * 8, queue)
         pointer, number = ctypes.c_void_p, ctypes.c_uint
@@ -176,12 +196,12 @@ class CudaChecksums:
         mixing = (described_at, n, self._columns, self._sums)
         mixing_types = (pointer, number, pointer, pointer)
         call("cuLaunchKernel", self._mix_columns, *grid, (mixing, mixing_types), 0)
-        call("cuMemcpyDtoHAsync", int(self._result.ctypes.data), self._sums, n * SUM_WORDS * 8, queue)
+        call("cuMemcpyDtoHAsync", int(room.result.ctypes.data), self._sums, n * SUM_WORDS * 8, queue)
 
-    def result(self, pages: PageSections, count: int) -> SumArray:
-        """Of the batch that has just ended, uint64[count, sections * SUM_WORDS]."""
+    def result(self, pages: PageSections, count: int, batch: int = 0) -> SumArray:
+        """Of a batch that has ended, uint64[count, sections * SUM_WORDS]."""
         words = len(pages.sections) * SUM_WORDS
-        return self._result[: count * words].reshape(count, words).copy()
+        return self._rooms[batch].result[: count * words].reshape(count, words).copy()
 
     def close(self) -> None:
         """Gives all back; nothing may be in flight. Raises DeviceError."""
@@ -194,28 +214,43 @@ class CudaChecksums:
 
 @dataclass
 class _Summing(Generic[Owner]):
-    """Pages of one owner: `first`, `count` of the batch in flight, and what the batches before it gave."""
+    """Pages of one owner: those before `first` are launched, and what the batches that ended gave."""
 
     owner: Owner
     pages: PageSections
     first: int = 0
-    count: int = 0
+    summed: int = 0
     parts: list[SumArray] = field(default_factory=list)
+    failed: DeviceError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch(Generic[Owner]):
+    """`room`: its number in `CudaChecksums`, and of its event."""
+
+    work: _Summing[Owner]
+    count: int
+    room: int
 
 
 class SumLane(Generic[Owner]):
-    """One stream that sums pages up, owner by owner, a batch at a time. A context must be current."""
+    """One stream that sums pages up, owner by owner, in batches. A context must be current."""
 
-    def __init__(self, regions: RegionMap, ordinal: int, blocks: int = SUM_BLOCKS) -> None:
-        """Raises DeviceError."""
+    def __init__(
+        self, regions: RegionMap, ordinal: int, blocks: int, windows: KernelWindows
+    ) -> None:
+        """Launches only while one of `windows` is open. Raises DeviceError."""
         module = driver()
         self._regions = regions
+        self._windows = windows
         self._not_ready = int(module.CUresult.CUDA_ERROR_NOT_READY)
         self._kernels = CudaChecksums(ordinal, blocks)
         self._stream = call("cuStreamCreate", module.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        self._event = call("cuEventCreate", module.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        flags = module.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        self._events = [call("cuEventCreate", flags) for _ in range(BATCHES)]
+        self._free = deque(range(BATCHES))
         self._waiting: deque[_Summing[Owner]] = deque()
-        self._flying: _Summing[Owner] | None = None
+        self._flying: deque[_Batch[Owner]] = deque()
 
     def put(self, owner: Owner, pages: PageSections) -> None:
         """Pages whose bytes are all there; at least one."""
@@ -224,45 +259,66 @@ class SumLane(Generic[Owner]):
     @property
     def busy(self) -> bool:
         """Whether somebody's sums are still to come."""
-        return self._flying is not None or bool(self._waiting)
+        return bool(self._flying or self._waiting)
+
+    @property
+    def may_launch(self) -> bool:
+        """Whether `poll` would launch something now."""
+        return bool(self._waiting and self._free) and self._windows.open
 
     def poll(self) -> list[tuple[Owner, SumArray | DeviceError]]:
         """Owners that have all their sums now, or none for a broken context. Waits for nothing."""
         ended: list[tuple[Owner, SumArray | DeviceError]] = []
-        while self.busy:
-            if self._flying is not None:
-                (status,) = driver().cuEventQuery(self._event)
-                if int(status) == self._not_ready:
-                    break
-                ended += self._landed(self._flying, int(status))
-            elif (failure := self._launch(self._waiting[0])) is not None:
-                ended.append((self._waiting.popleft().owner, failure))
+        while self._flying:
+            batch = self._flying[0]
+            (status,) = driver().cuEventQuery(self._events[batch.room])
+            if int(status) == self._not_ready:
+                break
+            self._flying.popleft()
+            self._free.append(batch.room)
+            ended += self._landed(batch, int(status))
+        while self.may_launch:
+            work = self._waiting[0]
+            failure = self._launch(work)
+            if failure is not None:
+                work.failed, work.first = failure, len(work.pages)
+            if work.first == len(work.pages):
+                self._waiting.popleft()
+            if failure is not None and not any(batch.work is work for batch in self._flying):
+                ended.append((work.owner, failure))
         return ended
 
     def _launch(self, work: _Summing[Owner]) -> DeviceError | None:
-        work.count = min(self._kernels.batch_pages(work.pages), len(work.pages) - work.first)
+        count = min(self._kernels.batch_pages(work.pages), len(work.pages) - work.first)
+        room = self._free[0]
+        self._windows.launched()
         try:
-            self._kernels.launch(self._regions, work.pages, work.first, work.count, int(self._stream))
-            call("cuEventRecord", self._event, self._stream)
+            self._kernels.launch(self._regions, work.pages, work.first, count, int(self._stream), room)
+            call("cuEventRecord", self._events[room], self._stream)
         except DeviceError as error:
             return error
-        self._flying = self._waiting.popleft()
+        self._flying.append(_Batch(work, count, self._free.popleft()))
+        work.first += count
         return None
 
-    def _landed(self, work: _Summing[Owner], status: int) -> list[tuple[Owner, SumArray | DeviceError]]:
-        self._flying = None
-        if status:
-            return [(work.owner, DeviceError(f"cuEventQuery behind checksums: {status}"))]
-        work.parts.append(self._kernels.result(work.pages, work.count))
-        work.first += work.count
-        if work.first < len(work.pages):
-            self._waiting.appendleft(work)
-            return []
-        return [(work.owner, np.concatenate(work.parts))]
+    def _landed(self, batch: _Batch[Owner], status: int) -> list[tuple[Owner, SumArray | DeviceError]]:
+        """The owner, once nothing of its pages is in flight or to be launched."""
+        work = batch.work
+        if status and work.failed is None:
+            work.failed = DeviceError(f"cuEventQuery behind checksums: {status}")
+        elif work.failed is None:
+            work.parts.append(self._kernels.result(work.pages, batch.count, batch.room))
+            work.summed += batch.count
+        if work.failed is not None:
+            if self._waiting and self._waiting[0] is work:
+                self._waiting.popleft()
+            return [] if any(other.work is work for other in self._flying) else [(work.owner, work.failed)]
+        return [(work.owner, np.concatenate(work.parts))] if work.summed == len(work.pages) else []
 
     def close(self) -> None:
         """Gives all back; nothing may be in flight. Raises DeviceError."""
         assert not self.busy
-        call("cuEventDestroy", self._event)
+        for event in self._events:
+            call("cuEventDestroy", event)
         call("cuStreamDestroy", self._stream)
         self._kernels.close()

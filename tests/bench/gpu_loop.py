@@ -22,32 +22,38 @@ from kvmanager.clients.glm.gpu_resolver import Resolution
 from kvmanager.clients.glm.gpu_swapin import RowPieces, SwapIn
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.transport.cuda import DEFAULT_TUNING, CudaExecutor, Tuning
-from kvmanager.transport.cuda_checksums import SUM_BLOCKS
+from kvmanager.transport.kernel_windows import PAUSE_NS
 from kvmanager.transport.pacing import LinkRates, Pacer
-from kvmanager.units import GIB, MIB
+from kvmanager.units import GIB, MIB, MILLISECOND_NS
 from tests.bench.figure import Figure
 from tests.bench.gpu_checksums import SAMPLE, summed
-from tests.bench.gpu_memory import DEVICE, GB, PAGE, QUEUED, Memory, page_plans, permuted_plan, seconds_of
+from tests.bench.gpu_memory import DEVICE, GB, PAGE, Memory, page_plans, permuted_plan, seconds_of
 
 HOST_BYTES = 8 * GIB
 PLANS, LOAD_PAGES = 16, 64
+NO_PAUSE = Tuning(kernel_pause_ns=0)
+HALF_PAUSE = Tuning(kernel_pause_ns=PAUSE_NS // 2)
 BY_KERNEL = Tuning(small_copy_bytes=MIB)
-PACED_KERNEL = Tuning(small_copy_bytes=MIB, piece_bytes=2 * MIB)
-"""In launches of about 50 us, so that its rate is kept evenly."""
-MANY_BLOCKS = Tuning(sum_blocks=264)
+FEW_BLOCKS = Tuning(sum_blocks=32)
 LOADS = {
     "whole": "offload of whole pages",
-    "summed": f"the same, checksums of all by {SUM_BLOCKS} blocks",
-    "summed-wide": f"the same, checksums of all by {MANY_BLOCKS.sum_blocks} blocks",
+    "summed": "the same, checksums of all",
+    "summed-few": f"the same, checksums of all by {FEW_BLOCKS.sum_blocks} blocks",
+    "summed-half": f"the same, checksums of all, kernels every {HALF_PAUSE.kernel_pause_ns // MILLISECOND_NS} ms",
+    "summed-any": "the same, checksums of all, kernels at any time",
     "sampled": f"the same, checksums of one in {SAMPLE}",
     "onboard": "onboard of whole pages",
     "permuted": "permuted offload",
-    "permuted-20": "permuted offload at 20 GB/s at most",
+    "permuted-half": f"the same, kernels every {HALF_PAUSE.kernel_pause_ns // MILLISECOND_NS} ms",
+    "permuted-any": "the same, kernels at any time",
+    "permuted-20": "the same at 20 GB/s at most",
     "kernel-permuted": "permuted offload by the kernel alone",
-    "kernel-1": "the same at 1 GB/s at most",
-    "kernel-2": "the same at 2 GB/s at most",
     "kernel-4": "the same at 4 GB/s at most",
+    "kernel-2": "the same at 2 GB/s at most",
+    "kernel-1": "the same at 1 GB/s at most",
 }
+LOAD_QUEUED = 8
+"""Plans: more than a pause of the kernels takes on the link."""
 LOOP_STEPS, SWAP_STEPS = 100, 300
 REQUESTS, ROWS, ROW_BYTES, LAUNCHES = 16, 205, 4 * 656, 8
 
@@ -193,15 +199,19 @@ def _loads(memory: Memory) -> dict[str, Copies]:
     return {
         "whole": Copies(down),
         "summed": Copies(summed(down, 1)),
-        "summed-wide": Copies(summed(down, 1), MANY_BLOCKS),
+        "summed-few": Copies(summed(down, 1), FEW_BLOCKS),
+        "summed-half": Copies(summed(down, 1), HALF_PAUSE),
+        "summed-any": Copies(summed(down, 1), NO_PAUSE),
         "sampled": Copies(summed(down, SAMPLE)),
         "onboard": Copies(up),
         "permuted": Copies(permuted),
+        "permuted-half": Copies(permuted, HALF_PAUSE),
+        "permuted-any": Copies(permuted, NO_PAUSE),
         "permuted-20": Copies(permuted, to_host_gb_s=20),
         "kernel-permuted": Copies(permuted, BY_KERNEL),
-        "kernel-1": Copies(permuted, PACED_KERNEL, 1),
-        "kernel-2": Copies(permuted, PACED_KERNEL, 2),
-        "kernel-4": Copies(permuted, PACED_KERNEL, 4),
+        "kernel-4": Copies(permuted, BY_KERNEL, 4),
+        "kernel-2": Copies(permuted, BY_KERNEL, 2),
+        "kernel-1": Copies(permuted, BY_KERNEL, 1),
     }
 
 
@@ -220,7 +230,7 @@ def _copy_on(executor: CudaExecutor, plans: list[CopyPlan]) -> float:
     """Until the next line, and what is queued then; GB/s. Plans are small: this rest does not count for much."""
     began, moved, number = time.perf_counter(), 0, 0
     while not select.select([0], [], [], 0)[0]:
-        while len(executor.outstanding()) < QUEUED:
+        while len(executor.outstanding()) < LOAD_QUEUED:
             number += 1
             executor.submit(replace(plans[number % len(plans)], plan_id=number))
         moved += sum(completion.moved_bytes for completion in executor.poll())
