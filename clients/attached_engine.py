@@ -47,6 +47,8 @@ class AttachedEngine:
                     rank.renew()
                 return attachment.renew()
 
+            self.renew = renew
+            """Attaches all anew after the daemon was replaced; its boot id. Raises what `Attachment.renew` raises."""
             undo.callback(attachment.close)
             channel = grpc_channel(attachment)
             undo.callback(channel.close)

@@ -135,12 +135,12 @@ class ChecksumsSection:
 class GroupSection:
     """`[[group]]`: one memory group.
 
-    Shards of a DCP engine, equal copies on all its ranks, a HiSparse decode rank, or a cache in host memory for engines
-    with device memory of their own. token_order to offload_bytes_per_rank hold only for kind "hisparse" (empty in the
-    others). residency: where latents of running requests lie, see `core.spec.Residency`. host_split: "soft", latents
-    and indexers share the host's slabs; "strict", indexers have `offload_bytes_per_rank` of it and latents the rest.
-    Groups of one `host_region` share what their `host_bytes_per_rank` sum up to; host_floor, host_ceiling: shares of
-    that (see `kvmanager.hostregions`).
+    Shards of a DCP engine, equal copies on all its ranks, a HiSparse decode rank, a cache in host memory for engines
+    with device memory of their own, or ("engine") device memory for one engine's own blocks. token_order to
+    offload_bytes_per_rank hold only for kind "hisparse" (empty in the others). residency: where latents of running
+    requests lie, see `core.spec.Residency`. host_split: "soft", latents and indexers share the host's slabs; "strict",
+    indexers have `offload_bytes_per_rank` of it and latents the rest. Groups of one `host_region` share what their
+    `host_bytes_per_rank` sum up to; host_floor, host_ceiling: shares of that (see `kvmanager.hostregions`).
     """
 
     name: str
@@ -148,7 +148,7 @@ class GroupSection:
     format: str
     ranks: int
     page_rows: int
-    host_bytes_per_rank: int
+    host_bytes_per_rank: int = 0
     hbm_bytes_per_rank: int = 0
     interleave: int = 1
     token_order: str = ""
@@ -395,7 +395,7 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
     },
     GroupSection: {
         "name": parse.text,
-        "kind": parse.choice("sharded", "replicated", "hisparse", "cache"),
+        "kind": parse.choice("sharded", "replicated", "hisparse", "cache", "engine"),
         "format": parse.kv_format,
         "ranks": parse.count(1),
         "page_rows": parse.count(1),
@@ -493,7 +493,7 @@ def _check_mover(config: NodeConfig) -> None:
         )
     for group in config.groups:
         page_bytes = group.kv_format.page_bytes(group.page_rows)
-        if mover.chunk_bytes < page_bytes:
+        if group.kind != "engine" and mover.chunk_bytes < page_bytes:
             raise ConfigError(
                 f"[mover] chunk_bytes: {mover.chunk_bytes} bytes do not hold a page of group {group.name!r} "
                 f"({page_bytes} bytes)"

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from kvmanager.config import GroupSection
 
 _HISPARSE_KEYS: Final = ("token_order", "source_ranks", "source_interleave", "hot_rows")
+_HOST_KEYS: Final = ("host_bytes_per_rank", "host_region", "host_floor", "host_ceiling", "host_extent_bytes")
+_PLAIN_KINDS: Final = ("cache", "engine")
 _SPLIT_KEYS: Final = ("residency", "host_split", "offload_bytes_per_rank")
 
 
@@ -28,6 +30,11 @@ def check_keys_of_kind(group: GroupSection, table: Mapping[str, object], where: 
         raise ConfigError(f"{where} hbm_bytes_per_rank: a cache group has no device memory; remove it")
     if group.kind != "cache" and "hbm_bytes_per_rank" not in table:
         raise ConfigError(f"missing key 'hbm_bytes_per_rank' in {where}")
+    for key in _HOST_KEYS:
+        if group.kind == "engine" and key in table:
+            raise ConfigError(f"{where} {key}: an engine group has device memory only; remove it")
+    if group.kind != "engine" and "host_bytes_per_rank" not in table:
+        raise ConfigError(f"missing key 'host_bytes_per_rank' in {where}")
 
 
 def _check_split(group: GroupSection, table: Mapping[str, object], where: str) -> None:
@@ -48,20 +55,26 @@ def check_group(group: GroupSection, where: str) -> None:
     """Refuses values that do not fit together. Raises ConfigError."""
     _check_divides(group.interleave, group.page_rows, f"{where} interleave")
     plain = not group.kv_format.index_value_bytes
-    if plain != (group.kind == "cache"):
-        what = "a plain format kv/..." if group.kind == "cache" else "a format with indexer rows"
+    if plain != (group.kind in _PLAIN_KINDS):
+        what = "a plain format kv/..." if group.kind in _PLAIN_KINDS else "a format with indexer rows"
         raise ConfigError(f"{where} format: {group.format!r}, but a group of kind {group.kind!r} holds {what}")
-    if group.kind in ("replicated", "cache") and group.interleave != 1:
+    if group.kind in ("replicated", *_PLAIN_KINDS) and group.interleave != 1:
         raise ConfigError(f"{where} interleave: every rank holds all tokens, nothing is dealt out; remove it")
     if group.kind == "cache":
         _check_holds(group.host_bytes_per_rank, group.unit_bytes, f"{where} host_bytes_per_rank", "one page")
         return
-    if group.kind != "hisparse":
-        least = group.unit_bytes
-        _check_holds(group.hbm_bytes_per_rank, least, f"{where} hbm_bytes_per_rank", "one page")
-        if group.host_bytes_per_rank:
-            _check_holds(group.host_bytes_per_rank, least, f"{where} host_bytes_per_rank", "one page (0: no offload)")
+    if group.kind == "engine" and group.ranks != 1:
+        raise ConfigError(f"{where} ranks: {group.ranks}, but an engine group is of one worker; write ranks = 1")
+    if group.kind == "hisparse":
+        _check_decode_rank(group, where)
         return
+    _check_holds(group.hbm_bytes_per_rank, group.unit_bytes, f"{where} hbm_bytes_per_rank", "one page")
+    if group.host_bytes_per_rank:
+        what = "one page (0: no offload)"
+        _check_holds(group.host_bytes_per_rank, group.unit_bytes, f"{where} host_bytes_per_rank", what)
+
+
+def _check_decode_rank(group: GroupSection, where: str) -> None:
     if group.ranks != 1:
         raise ConfigError(f"{where} ranks: {group.ranks}, but a hisparse group is one decode rank; write ranks = 1")
     _check_divides(group.source_interleave, group.page_rows, f"{where} source_interleave")

@@ -194,7 +194,21 @@ def _cache(section: GroupSection, device: tuple[int, ...], host: tuple[int, ...]
     return GroupSpec(section.name, section.ranks, section.page_rows, section.kv_format, (chain,), pools)
 
 
-_BUILDERS = {"sharded": _sharded, "replicated": _replicated, "hisparse": _hisparse, "cache": _cache}
+def _engine(section: GroupSection, device: tuple[int, ...], host: tuple[int, ...]) -> GroupSpec:
+    """Device memory of one engine, which lays its own blocks out in it: their number is ours, their places are not."""
+    assert not host
+    pool = pool_name(section.name, RegionKind.DEVICE)
+    page_class = PageClass("kv", plain_layout(section.kv_format, section.page_rows), pool, device)
+    chain = ChainSpec("main", Placement.SHARDED, 1, section.page_rows, SEQUENTIAL, SEQUENTIAL, (page_class,))
+    pools = (PoolSpec(pool, "device", 1, section.hbm_units, section.unit_bytes, (("kv", 1),)),)
+    return GroupSpec(
+        section.name, 1, section.page_rows, section.kv_format, (chain,), pools, one_holder=True
+    )
+
+
+_BUILDERS = {
+    "sharded": _sharded, "replicated": _replicated, "hisparse": _hisparse, "cache": _cache, "engine": _engine,
+}  # fmt: skip
 
 
 def core_limits(config: NodeConfig) -> Limits:

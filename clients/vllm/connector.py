@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -20,6 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvmanager.clients.vllm.blocks import EngineBlocks
 from kvmanager.clients.vllm.copying import Copying
+from kvmanager.clients.vllm.engine_memory import EngineMemory, Pool, engine_pool
 from kvmanager.clients.vllm.handover import params_of, ticket_of
 from kvmanager.clients.vllm.link import Link
 from kvmanager.clients.vllm.orders import Orders, Report
@@ -87,6 +89,8 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduling: Scheduling | None = None
         self._link: Link | None = None
         self._copying: Copying | None = None
+        self._memory: EngineMemory | None = None
+        self._pool: Pool | None = None
         self._settings: Settings | None = None
         self._finished_orders: Orders | None = None
         try:
@@ -189,6 +193,19 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduling is not None and self._scheduling.busy
 
     # ------------------------------------------------------------------------------- worker
+
+    @_harmless(_nothing)
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """The daemon's GPU memory for the engine's blocks; None: in memory of the engine's own."""
+        settings = self._settings
+        if settings is None or not settings.memory_group:
+            return None
+        kv_format, tokens = _described(self._kv_cache_config)
+        self._memory, self._pool = engine_pool(
+            settings, kv_format, tokens, self._vllm_config.parallel_config.world_size,
+            max(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors),
+        )  # fmt: skip
+        return self._pool.context()
 
     @_harmless(_nothing)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:

@@ -26,7 +26,8 @@ class Settings:
     namespace: said by the user, to keep apart what looks alike. weights: the user's name for model and weights, in
     place of the folder they lie in and its files' times, which differ from machine to machine. hold_s: how long a
     finished request's blocks may be kept for their save. call_timeout_s: a daemon that answers nothing for so long is
-    away.
+    away. memory_group: the node's group of kind "engine" that the engine's own blocks lie in; "": in memory of the
+    engine. memory_wait_s: how long its start waits for that.
     """
 
     runtime_dir: Path
@@ -36,13 +37,15 @@ class Settings:
     hold_s: float = 2.0
     call_timeout_s: float = 1.0
     weights: str = ""
+    memory_group: str = ""
+    memory_wait_s: float = 30.0
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], engine_id: str) -> Settings:
         """Reads the connector's keys. Raises ConfigError for one that is missing, unknown or of the wrong type."""
         known: dict[str, type[Any]] = {
             "runtime_dir": str, "group": str, "engine": str, "namespace": str, "hold_s": float, "call_timeout_s": float,
-            "weights": str,
+            "weights": str, "memory_group": str, "memory_wait_s": float,
         }  # fmt: skip
         for key, value in extra.items():
             if key not in known:
@@ -61,6 +64,8 @@ class Settings:
             float(extra.get("hold_s", 2.0)),
             float(extra.get("call_timeout_s", 1.0)),
             extra.get("weights", ""),
+            extra.get("memory_group", ""),
+            float(extra.get("memory_wait_s", 30.0)),
         )
 
 
@@ -92,7 +97,8 @@ def namespace_of(model: str, revision: str, kv_format: KVFormat, key_hash: str, 
 
 def group_table(settings: Settings, kv_format: KVFormat, page_rows: int, ranks: int) -> str:
     """The lines that a node's configuration needs for this engine."""
-    return (
-        f'[[group]]\nname = "{settings.group}"\nkind = "cache"\nformat = "{kv_format.name}"\nranks = {ranks}\n'
-        f'page_rows = {page_rows}\nhost_bytes_per_rank = "8 GiB"\n'
-    )
+    shape = f'format = "{kv_format.name}"\nranks = {ranks}\npage_rows = {page_rows}\n'
+    lines = f'[[group]]\nname = "{settings.group}"\nkind = "cache"\n{shape}host_bytes_per_rank = "8 GiB"\n'
+    if settings.memory_group:
+        lines += f'[[group]]\nname = "{settings.memory_group}"\nkind = "engine"\n{shape}hbm_bytes_per_rank = "8 GiB"\n'
+    return lines

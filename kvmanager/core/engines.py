@@ -9,6 +9,7 @@ from kvmanager.core.lifecycle import drop_request
 from kvmanager.core.settle import settle_tail
 from kvmanager.core.spec import GroupSpec
 from kvmanager.core.state import Engine, FenceEntry, State
+from kvmanager.core.wholegroups import check_nobody_holds
 from kvmanager.errors import InvalidArgument, LayoutMismatch, StaleEpoch, Unauthorized
 
 
@@ -61,6 +62,8 @@ def _check_layouts(event: RegisterEngine, spec: GroupSpec) -> None:
 
 
 def _one_engine_a_group(state: State, event: RegisterEngine) -> None:
+    if state.groups[event.group].spec.one_holder:
+        check_nobody_holds(state, event)
     if state.groups[event.group].spec.cache_only:
         return  # engines with memory of their own share the pool by leases
     for other in state.engines.values():

@@ -36,6 +36,7 @@ from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, NO_SPAN
 from kvmanager.core.spec import Residency
 from kvmanager.core.state import Engine, State
 from kvmanager.core.tickets import check_one_part
+from kvmanager.core.wholegroups import check_takes_all
 from kvmanager.errors import CapacityError, InvalidArgument
 
 
@@ -116,6 +117,8 @@ def _validate(state: State, engine: Engine, group: Group, event: Open) -> None:
             f"whole segment of {group.spec.page_rows} tokens makes {wanted}"
         )
     group.check_token_ids(len(event.keys), len(event.token_ids))
+    if group.spec.one_holder:
+        check_takes_all(group, event)
     if event.ticket is not None:
         check_one_part(group.spec)
     if event.ticket is not None and not 1 <= event.ticket.committed_tokens <= event.prompt_tokens:

@@ -136,6 +136,7 @@ class GroupSpec:
     """A shard group: the memory that one engine's ranks share.
 
     trust: whose engines may map it; the core does not look at it, but goes on from no journal with another one.
+    one_holder: one engine at a time registers, and opens one request that takes every page: see `core.wholegroups`.
     """
 
     name: str
@@ -146,6 +147,7 @@ class GroupSpec:
     pools: tuple[PoolSpec, ...]
     sparse: SparseSpec | None = None
     trust: str = ""
+    one_holder: bool = False
 
     @property
     def swaps(self) -> bool:

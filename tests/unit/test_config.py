@@ -11,7 +11,7 @@ import pytest
 from kvmanager.config import NodeConfig
 from kvmanager.errors import ConfigError
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
-from kvmanager.groups import core_limits
+from kvmanager.groups import core_limits, plan_memory
 from kvmanager.layout import GLM53_TINY
 from kvmanager.units import MIB
 from tests.minimal_config import minimal_toml
@@ -52,6 +52,31 @@ def test_sequential_order() -> None:
 def _swap(old: str, new: str) -> str:
     assert EXAMPLE.count(old) >= 1, old
     return EXAMPLE.replace(old, new, 1)
+
+
+ENGINE = """
+[[group]]
+name = "hbm"
+kind = "engine"
+format = "kv/bfloat16/4x2x512"
+ranks = 1
+page_rows = 16
+hbm_bytes_per_rank = "1 MiB"
+"""
+WITH_ENGINE = EXAMPLE + ENGINE
+
+
+def test_device_memory_for_an_engines_own_blocks() -> None:
+    """Whole blocks of it; no host memory, nothing that a mover copies."""
+    config = NodeConfig.from_text(WITH_ENGINE.replace('# chunk_bytes = "8 MiB"', "chunk_bytes = 90000"))
+    group = config.group("hbm")
+    assert (group.unit_bytes, group.hbm_units, group.host_units) == (65536, 16, 0)
+    (spec,) = [spec for spec in plan_memory(config).groups if spec.name == "hbm"]
+    assert spec.one_holder
+    assert [(pool.name, pool.tier, pool.slabs) for pool in spec.pools] == [("hbm/hbm", "device", 16)]
+    assert [other.name for other in plan_memory(config).groups if other.one_holder] == ["hbm"]
+    regions = [region for region in plan_memory(config).regions if region.pool == "hbm/hbm"]
+    assert [region.size_bytes for region in regions] == [1 << 20]
 
 
 REPLICATED = _swap('kind = "sharded"', 'kind = "replicated"')
@@ -107,6 +132,13 @@ REPLICATED = _swap('kind = "sharded"', 'kind = "replicated"')
         (_swap("hot_rows = 64", "hot_rows = 64\noffload_bytes_per_rank = 1"), ["offload_bytes_per_rank", "strict"]),
         (_swap('name = "decode"', 'name = "prefill"'), ["'prefill' number 2", "taken"]),
         (EXAMPLE.split("[[group]]")[0], ["no memory group", "[[group]]"]),
+        (WITH_ENGINE + 'host_bytes_per_rank = "1 MiB"', ["'hbm' host_bytes_per_rank", "device memory only", "remove"]),
+        (WITH_ENGINE + 'host_region = "ram"', ["'hbm' host_region", "device memory only", "remove"]),
+        (WITH_ENGINE.replace('"1 MiB"', "65535"), ["'hbm' hbm_bytes_per_rank", "65535", "65536"]),
+        (EXAMPLE + ENGINE.replace("ranks = 1", "ranks = 2"), ["'hbm' ranks", "2", "ranks = 1"]),
+        (EXAMPLE + ENGINE.replace("hbm_bytes_per_rank", "#"), ["missing key 'hbm_bytes_per_rank'"]),
+        (EXAMPLE + ENGINE.replace("kv/bfloat16/4x2x512", "glm-5.3-bf16"), ["'hbm' format", "plain format"]),
+        (_swap("host_bytes_per_rank", "#"), ["missing key 'host_bytes_per_rank'", "'prefill'"]),
         ("group = [3]\n" + EXAMPLE.split("[[group]]")[0], ["[[group]] number 1", "table"]),
     ],
 )

@@ -11,9 +11,11 @@ from vllm_support import (
     Engine,
     cache_toml,
     checkpoint,
+    memory_toml,
     prompt,
     reference,
     skip_without_vllm,
+    transfer,
     wait_for,
 )
 
@@ -48,15 +50,22 @@ def test_latent_attention(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_the_node_refuses_goes_on_without_the_cache(tmp_path: Path) -> None:
-    """Its blocks are not the node's pages: the log says what the node's configuration would need."""
+    """Its blocks are not the node's pages: the log says what the node's configuration would need.
+
+    Nor is the node's device a GPU: the engine asked for its own blocks' memory before it made them, and makes its own.
+    """
     skip_without_vllm()
     model = checkpoint("llama", tmp_path / "llama")
     tokens = prompt(7, 300)
     expected = reference(model, [tokens], 16)[0]
     with (
-        node(tmp_path, "cache", cache_toml) as served,
-        Engine(model, served.runtime_dir, tmp_path / "log", block_size=64) as engine,
-    ):
+        node(tmp_path, "cache", cache_toml, more=memory_toml("hbm")) as served,
+        Engine(
+            model, served.runtime_dir, tmp_path / "log", block_size=64, kv_transfer_config=transfer(
+                served.runtime_dir, memory_group="hbm", memory_wait_s=0.0
+            ),
+        ) as engine,
+    ):  # fmt: skip
         for _ in range(2):
             answer = engine.generate(tokens)
             assert answer["tokens"] == [expected]
@@ -69,6 +78,8 @@ def test_an_engine_that_the_node_refuses_goes_on_without_the_cache(tmp_path: Pat
         said = engine.log.read_text()
         assert "refused" in said
         assert "page_rows = 64" in said
+        assert "get_mem_pool_context failed" in said
+        assert "describes its pages as" in said
 
 
 def test_scheduler_and_worker_in_processes_of_their_own(tmp_path: Path) -> None:

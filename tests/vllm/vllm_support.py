@@ -92,6 +92,29 @@ chunk_bytes = "1 MiB"
 {more}"""
 
 
+def memory_toml(name: str, *, format_: str = LLAMA_FORMAT, rows: int = BLOCK, blocks: int = 512) -> str:
+    """A group of device memory for an engine's own blocks."""
+    layers, heads, row = (int(n) for n in format_.rsplit("/", 1)[1].split("x"))
+    return f"""
+[[group]]
+name = "{name}"
+kind = "engine"
+format = "{format_}"
+ranks = 1
+page_rows = {rows}
+hbm_bytes_per_rank = {blocks * layers * heads * row * rows}
+"""
+
+
+def transfer(runtime_dir: Path, **extra: Any) -> dict[str, Any]:
+    """What makes an engine a client of a node. `extra`: more keys of the connector's."""
+    return {
+        "kv_connector": "KVManagerConnector", "kv_connector_module_path": "kvmanager.clients.vllm",
+        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"runtime_dir": str(runtime_dir), "group": GROUP, **extra},
+    }  # fmt: skip
+
+
 class Engine:
     """A vLLM process. `config`: what LLM takes beside the usual."""
 
@@ -104,11 +127,7 @@ class Engine:
             "prefix_caching_hash_algo": "sha256_cbor", "disable_log_stats": False, **config,
         }  # fmt: skip
         if runtime_dir is not None and "kv_transfer_config" not in arguments:
-            arguments["kv_transfer_config"] = {
-                "kv_connector": "KVManagerConnector", "kv_connector_module_path": "kvmanager.clients.vllm",
-                "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"runtime_dir": str(runtime_dir), "group": GROUP},
-            }  # fmt: skip
+            arguments["kv_transfer_config"] = transfer(runtime_dir)
         self.log = log
         self._log_file = log.open("a")
         self.process = subprocess.Popen(
