@@ -1,8 +1,12 @@
 """Checksums of page sections by a GPU: bit by bit those of `kvmanager.transport.checksums`.
 
-Two launches a batch, however many pages it has. The first adds up lines and columns: a warp takes a line of 8 KiB at a
-time, keeps the sums of its 32 columns a thread in registers over many lines, and adds them to the section's columns
-with atomics; whole numbers, so the order does not count. The second mixes the columns.
+Three launches a batch, however many pages it has. The first fetches what the batch is and makes its columns zero. The
+second adds up lines and columns: a warp takes a line of 8 KiB at a time, keeps the sums of its 32 columns a thread in
+registers over many lines, and adds them to the section's columns with atomics; whole numbers, so the order does not
+count. The third mixes the columns and writes the sums where the host reads them.
+
+Nothing of a batch goes by a copy engine: there it would wait behind the copies that keep the link busy, and while it
+waits the GPU is kept from other processes' kernels.
 """
 
 from __future__ import annotations
@@ -53,6 +57,14 @@ __device__ __forceinline__ u64 word(const unsigned char *base, u64 bytes, u64 i)
     u64 value = 0;
     for (unsigned k = 0; k < 8 && at + k < bytes; ++k) value |= ((u64)base[at + k]) << (8 * k);
     return value;
+}
+// `described` is on the host: sections[2 * n] and first_tile[n + 1]. Here they get room for `most` sections.
+extern "C" __global__ void begin(const u64 *described, unsigned n, unsigned most, u64 *here, u64 *columns, u64 *sums) {
+    const u64 threads = (u64)gridDim.x * blockDim.x, me = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    for (u64 i = me; i < 2 * (u64)n; i += threads) here[i] = described[i];
+    for (u64 i = me; i <= n; i += threads) here[2 * (u64)most + i] = described[2 * (u64)most + i];
+    for (u64 i = me; i < (u64)n * 1024; i += threads) columns[i] = 0;
+    for (u64 i = me; i < 2 * (u64)n; i += threads) sums[i] = 0;
 }
 // sections[2 * s], [2 * s + 1]: address and bytes. first_tile[s]: tiles of the sections before; first_tile[n]: all.
 extern "C" __global__ void __launch_bounds__(256, 2)
@@ -110,7 +122,8 @@ add_up(const u64 *sections, const u64 *first_tile, unsigned n, unsigned tile_lin
     }
 }
 // A warp a section.
-extern "C" __global__ void mix_columns(const u64 *sections, unsigned n, const u64 *columns, u64 *sums) {
+extern "C" __global__ void
+mix_columns(const u64 *sections, unsigned n, const u64 *columns, const u64 *sums, u64 *result) {
     const unsigned lane = threadIdx.x & 31;
     const unsigned warps = gridDim.x * (blockDim.x >> 5);
     for (unsigned s = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5); s < n; s += warps) {
@@ -118,8 +131,8 @@ extern "C" __global__ void mix_columns(const u64 *sections, unsigned n, const u6
         for (unsigned c = lane; c < 1024; c += 32) total += mix(columns[(u64)s * 1024 + c] + mix(c));
         for (int offset = 16; offset; offset >>= 1) total += __shfl_down_sync(0xffffffffu, total, offset);
         if (lane == 0) {
-            sums[2 * s + 1] = total;
-            sums[2 * s] += mix(sections[2 * s + 1]);
+            result[2 * s + 1] = total;
+            result[2 * s] = sums[2 * s] + mix(sections[2 * s + 1]);
         }
     }
 }
@@ -142,6 +155,7 @@ class CudaChecksums:
         """Compiles; launches have `blocks` blocks. Raises DeviceError."""
         assert LINE_WORDS == 1024, "the kernels have it in them"
         self._module = call("cuModuleLoadData", compile_kernels(ordinal, _SOURCE, "checksums"))
+        self._begin = call("cuModuleGetFunction", self._module, b"begin")
         self._add_up = call("cuModuleGetFunction", self._module, b"add_up")
         self._mix_columns = call("cuModuleGetFunction", self._module, b"mix_columns")
         self._blocks = blocks
@@ -183,20 +197,19 @@ class CudaChecksums:
         lines = -(-described[:, :, 1].reshape(-1).astype(np.int64) // (LINE_WORDS * 8))
         room.first_tile[0] = 0
         room.first_tile[1 : n + 1] = np.cumsum(-(-lines // TILE_LINES))
-        queue = driver().CUstream(stream)
-        described_at, tiles_at = self._described, self._described + MAX_SECTIONS * 2 * 8
-        call("cuMemcpyHtoDAsync", described_at, int(room.sections.ctypes.data), (MAX_SECTIONS * 3 + 1) * 8, queue)
-        call("cuMemsetD8Async", self._columns, 0, n * LINE_WORDS * 8, queue)
-        call("cuMemsetD8Async", self._sums, 0, n * SUM_WORDS * 8, queue)
+        grid = (self._blocks, 1, 1, THREADS, 1, 1, 0, driver().CUstream(stream))
         pointer, number = ctypes.c_void_p, ctypes.c_uint
-        values = (described_at, tiles_at, n, TILE_LINES, self._columns, self._sums)
-        types = (pointer, pointer, number, number, pointer, pointer)
-        grid = (self._blocks, 1, 1, THREADS, 1, 1, 0, queue)
-        call("cuLaunchKernel", self._add_up, *grid, (values, types), 0)
-        mixing = (described_at, n, self._columns, self._sums)
-        mixing_types = (pointer, number, pointer, pointer)
+        sections_at, tiles_at = self._described, self._described + MAX_SECTIONS * 2 * 8
+        described_at, result_at = int(room.sections.ctypes.data), int(room.result.ctypes.data)
+        beginning = (described_at, n, MAX_SECTIONS, sections_at, self._columns, self._sums)
+        beginning_types = (pointer, number, number, pointer, pointer, pointer)
+        call("cuLaunchKernel", self._begin, *grid, (beginning, beginning_types), 0)
+        adding = (sections_at, tiles_at, n, TILE_LINES, self._columns, self._sums)
+        adding_types = (pointer, pointer, number, number, pointer, pointer)
+        call("cuLaunchKernel", self._add_up, *grid, (adding, adding_types), 0)
+        mixing = (sections_at, n, self._columns, self._sums, result_at)
+        mixing_types = (pointer, number, pointer, pointer, pointer)
         call("cuLaunchKernel", self._mix_columns, *grid, (mixing, mixing_types), 0)
-        call("cuMemcpyDtoHAsync", int(room.result.ctypes.data), self._sums, n * SUM_WORDS * 8, queue)
 
     def result(self, pages: PageSections, count: int, batch: int = 0) -> SumArray:
         """Of a batch that has ended, uint64[count, sections * SUM_WORDS]."""
