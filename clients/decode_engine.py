@@ -1,4 +1,4 @@
-"""A HiSparse decode rank: takes prompts by ticket and decodes them greedily with MTP drafts, a few at a time."""
+"""A HiSparse decode rank: takes prompts by ticket, or computes them, and decodes them greedily with MTP drafts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from kvmanager.clients.attached_engine import ADMIT_TIMEOUT_S, AttachedEngine
+from kvmanager.clients.decode_stores import DecodeMemory, DecodeStore, StoresOf, stores_of
 from kvmanager.clients.decode_work import (
     INDEXER,
     LATENT,
@@ -23,8 +24,7 @@ from kvmanager.clients.decode_work import (
     decoded_of,
 )
 from kvmanager.clients.engine import RequestStep, StepResult, refusal_pause_s
-from kvmanager.clients.glm.decode import verify_step
-from kvmanager.clients.glm.hisparse import HiSparseStore
+from kvmanager.clients.glm.decode import compute_prompt, verify_step
 from kvmanager.clients.glm.model import Glm
 from kvmanager.clients.keys import KeyChain
 from kvmanager.clients.tables import decode_hot
@@ -61,18 +61,25 @@ class DecodeEngine:
         page_rows: int,
         hot_rows: int,
         model: Glm,
+        stores: StoresOf = stores_of,
     ) -> None:
-        """Registers `name` with the node and attaches its rank. Raises the daemon's typed errors."""
+        """Registers `name` with the node and attaches its rank. Raises the daemon's typed errors.
+
+        `stores`: how rows are found; the model computes on the CPU whatever that is.
+        """
         format_ = model.config.format
         layouts = [latent_layout(format_, page_rows), indexer_layout(format_, page_rows)]
         self.name = name
         self._model = model
         self._namespace = namespace
-        self._hot_rows = hot_rows
         self._engine = AttachedEngine(runtime_dir, name, group=group, namespace=namespace, layouts=layouts, ranks=1)
         (rank,) = self._engine.workers.ranks
         self.latent: ClassMemory = rank.classes[LATENT]
-        self._indexer: ClassMemory = rank.classes[INDEXER]
+        memory = DecodeMemory(
+            self.latent, rank.classes[INDEXER], format_.share_groups, MOST_RUNNING, 1 + DRAFTS,
+            model.config.index_topk, hot_rows,
+        )  # fmt: skip
+        self._stores = stores(memory)
         self._requests = 0
         self._queued: deque[Asked] = deque()
         self._waiting: list[Asked] = []
@@ -145,6 +152,8 @@ class DecodeEngine:
             opens=[asked.request] if asked else [],
         )
         self._check(result, victim)
+        for request in finished:
+            request.store.close()
         if victim is not None and victim.request_id not in result.errors:
             self._set_aside(victim)
         arrived = self._answered(asked, result.opened[asked.request_id]) if asked else []
@@ -190,6 +199,7 @@ class DecodeEngine:
         """It was retracted: it is opened again with what it has committed, once there is room."""
         self.retractions += 1
         self._running.remove(victim)
+        victim.store.close()
         keys = KeyChain(self._namespace)
         request = pb.OpenRequest(
             request_id=victim.request_id,
@@ -249,27 +259,26 @@ class DecodeEngine:
         return arrived
 
     def _start(self, asked: Asked, opened: pb.OpenReply) -> Running:
-        """The worker's side of a request. Raises InvalidArgument when less than the prompt came."""
-        length, former = asked.request.prompt_tokens, asked.resumes
-        if opened.cached_tokens != length:
+        """The worker's side of a request. Raises InvalidArgument when less than the prompt came that was to come."""
+        length, former, work = asked.request.prompt_tokens, asked.resumes, asked.work
+        comes = former is not None or work.ticket is not None
+        if comes and opened.cached_tokens != length:
             raise InvalidArgument(f"request {asked.request_id}: {opened.cached_tokens} of {length} tokens came")
+        self._engine.workers.run_plans(opened.worker_plans)
         store = self._store(opened)
         if former is not None:
             store.counters = former.store.counters
             former.opened, former.store = opened, store
             return former
-        tokens = [*asked.work.prompt.tolist(), asked.work.first_token]
-        return Running(asked.request_id, asked.work, opened, tokens, length, asked.keys, store)
+        tokens = work.prompt.tolist()
+        first = work.first_token
+        if first is None:
+            first = compute_prompt(self._model, store, tokens, opened.cached_tokens, 1 + DRAFTS)
+        return Running(asked.request_id, work, opened, [*tokens, first], length, asked.keys, store)
 
-    def _store(self, opened: pb.OpenReply) -> HiSparseStore:
+    def _store(self, opened: pb.OpenReply) -> DecodeStore:
         """Its rows, by the tables of an open's reply."""
-        host = self.latent.host
-        if host is None:
-            raise InvalidArgument(f"class {LATENT!r} came without a host region; a decode rank reads it")
-        groups = self._model.config.format.share_groups
-        store = HiSparseStore(
-            self.latent.device, host, self.latent.layout, self._indexer.layout, groups, self._hot_rows
-        )
+        store = self._stores.open()
         for run in opened.spans:
             append_run(store, run)
         for hot in opened.hot:

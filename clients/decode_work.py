@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvmanager.clients.decode_stores import DecodeStore
 from kvmanager.clients.engine import StepResult
-from kvmanager.clients.glm.hisparse import HiSparseStore
 from kvmanager.clients.keys import KeyChain
 from kvmanager.clients.tables import Int64Array, decode_hot, decode_residency, decode_spans, order_runs
 from kvmanager.errors import InvalidArgument
@@ -18,11 +18,15 @@ INDEXER: Final = "indexer"
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """A prompt int64[L] that was computed elsewhere, and the answer wanted: `output_tokens`, `first_token` included."""
+    """A prompt int64[L] and the answer wanted: `output_tokens`, `first_token` included.
+
+    `ticket`: of the prompt's rows, where it was computed elsewhere, with its first token; without one this rank
+    computes what it does not find.
+    """
 
     prompt: Int64Array
-    first_token: int
-    ticket: pb.Ticket
+    first_token: int | None
+    ticket: pb.Ticket | None
     output_tokens: int
     session: pb.SessionHint
     stop_reason: str
@@ -51,7 +55,7 @@ class Running:
     tokens: list[int]
     committed: int
     keys: KeyChain
-    store: HiSparseStore
+    store: DecodeStore
     drafts: Drafts = field(default_factory=Drafts)
 
     @property
@@ -128,7 +132,7 @@ def apply_reply(request: Running, result: StepResult) -> None:
         store.set_hot_pages(decode_hot(hot))
 
 
-def append_run(store: HiSparseStore, run: pb.SpanRun) -> None:
+def append_run(store: DecodeStore, run: pb.SpanRun) -> None:
     """Adds a run of spans to the worker's table."""
     spans = decode_spans(run)
     latent, indexer = spans.pages[LATENT], spans.pages[INDEXER]

@@ -30,6 +30,11 @@ def chunk_bounds(size_bytes: int, page_bytes: int, most_bytes: int = CHUNK_MAX_B
     return tuple(range(step, size_bytes, step))
 
 
+def device_address(memory: ByteArray) -> int:
+    """Where the GPU sees registered memory. A context must be current. Raises DeviceError if it is not registered."""
+    return int(call("cuMemHostGetDevicePointer", int(memory.ctypes.data), 0))
+
+
 class PinnedMemory:
     """One region's mapping, registered chunk by chunk. A context must be current."""
 

@@ -25,6 +25,25 @@ class VerifiedStep:
     drafts: list[int]
 
 
+def compute_prompt(model: Glm, store: KVStore, prompt: Sequence[int], start: int, rows: int) -> int:
+    """Writes the rows of `prompt` from position `start` on, `rows` tokens at a time; the greedy token after it.
+
+    Rows of all earlier positions are in the store; the last prompt token is always computed. MTP rows are written up
+    to the last token.
+    """
+    assert start < len(prompt)
+    hidden, positions = torch.empty(0), torch.empty(0, dtype=torch.int64)
+    for at in range(start, len(prompt), rows):
+        chunk, following = list(prompt[at : at + rows]), list(prompt[at + 1 : at + 1 + rows])
+        positions = torch.arange(at, at + len(chunk))
+        hidden = model.forward(torch.tensor(chunk), positions, store)
+        known = len(following)
+        model.mtp_rows(torch.tensor(following, dtype=torch.int64), hidden[:known], positions[:known], store)
+    first = model.greedy(hidden[-1:])[0]
+    model.mtp_rows(torch.tensor([first]), hidden[-1:], positions[-1:], store)
+    return first
+
+
 def verify_step(model: Glm, store: KVStore, tokens: Sequence[int], start: int, draft_count: int) -> VerifiedStep:
     """One decode step over the last accepted token and the drafts that follow it.
 

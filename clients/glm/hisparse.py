@@ -70,6 +70,9 @@ class HiSparseStore:
         self._hot_pages = np.zeros(0, dtype=np.int64)
         self._hot = {leader: HotRows(0) for leader in self._groups}
 
+    def close(self) -> None:
+        """Nothing to give back: the map of hot rows is its own."""
+
     @property
     def capacity_tokens(self) -> int:
         """Positions that have a slot."""

@@ -136,7 +136,8 @@ class DecodeRank:
         """One byte, once. Raises InvalidArgument when no request here has a byte that can't hide."""
         for request in self._engine.running:
             prompt = torch.from_numpy(request.work.prompt)
-            place = inject_fault(self._model, prompt, request.work.first_token, request.opened, self._engine.latent)
+            first_token = request.tokens[len(prompt)]
+            place = inject_fault(self._model, prompt, first_token, request.opened, self._engine.latent)
             if place is not None:
                 self._faulty = False
                 turn = self._handed[request.request_id].number + 1
