@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import grpc
 import numpy as np
@@ -35,7 +35,10 @@ UNASSIGNED = 255
 
 
 class AdminService(pb_grpc.AdminServicer):
-    """Views, and what operators may do. `state()` names the node's life: starting, serving, draining."""
+    """Views, and what operators may do. `state()` names the node's life: starting, serving, draining.
+
+    `copied_bytes`: by purpose, changed in the loop's thread.
+    """
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class AdminService(pb_grpc.AdminServicer):
         state: Callable[[], str],
         fence: Fence,
         fault_in: FaultIn,
+        copied_bytes: Mapping[str, int],
         check_successor: Callable[[], None],
         replace: Callable[[], None],
     ) -> None:
@@ -58,6 +62,7 @@ class AdminService(pb_grpc.AdminServicer):
         self._state = state
         self._fence = fence
         self._fault_in = fault_in
+        self._copied_bytes = copied_bytes
         self._started_ns = time.monotonic_ns()
         self._check_successor = check_successor
         self._replace = replace
@@ -86,6 +91,8 @@ class AdminService(pb_grpc.AdminServicer):
 
     def _status(self, node: Node, tenant: str | None) -> pb.StatusReply:
         reply = _status(node, tenant)
+        if tenant is None:
+            reply.copied_bytes.update(self._copied_bytes)
         for engine, entry in zip(_engines(node.state, tenant), reply.engines, strict=True):
             if not engine.trusted:
                 entry.suspect_ns = max(node.state.now - engine.suspect_ns, 1)

@@ -234,7 +234,14 @@ def demo(
 
 @app.command()
 def replay(
-    file: Annotated[Path | None, typer.Argument(help="JSON lines, .xz, or generate:COUNT; default: bundled.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="JSON lines of sessions, Mooncake's JSON lines or Azure's CSV, also .xz; generate:COUNT, "
+            "bundled:mooncake or bundled:azure-code; default: the bundled sessions."
+        ),
+    ] = None,
+    node: Annotated[Path | None, typer.Option(help="Replay on the node that runs in this directory.")] = None,
     lanes: Annotated[int, typer.Option(min=1, help="Sessions that run at one time.")] = 64,
     pool_tokens: Annotated[int, typer.Option(min=1, help="What the cache holds, in tokens.")] = 2_000_000,
     requests: Annotated[int, typer.Option(min=1, help="Requests to replay; the first quarter is not counted.")] = 8_000,
@@ -247,21 +254,33 @@ def replay(
     ranks: Annotated[int, typer.Option(min=1, help="DCP ranks: a span is 64 tokens times this.")] = 8,
     min_peak: Annotated[int, typer.Option(min=0, help="Only sessions with a prompt of so many tokens.")] = 0,
     hints: Annotated[bool, typer.Option(help="Whether requests tell their session and why its turns stop.")] = True,
+    rules: Annotated[str, typer.Option(help="tables or agentx: where sessions start, warm-up, idle time.")] = "tables",
+    hold: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of its service time that a request holds its pages; others wait.")
+    ] = 0.0,
+    group: Annotated[str, typer.Option(help="Of the node; default: the first that can be driven.")] = "",
+    speed: Annotated[
+        float, typer.Option(min=0, help="On a node: times faster than recorded; 0: as fast as it goes.")
+    ] = 0.0,
+    write_bytes: Annotated[bool, typer.Option("--bytes", help="On a node: write rows, and compare those found.")] = (
+        False
+    ),
     as_json: AsJson = False,
 ) -> None:
-    """Replay recorded agent sessions on the core in virtual time: what a pool size and a policy are worth."""
+    """Replay recorded agent sessions on the core in virtual time, or on a node: what pools and policies are worth."""
     from kvmanager.replay import cli as replays
 
-    asked = {"lanes": lanes, "pool_tokens": pool_tokens, "requests": requests, "seed": seed, "ranks": ranks}
-    asked["min_peak"] = min_peak
+    asked = replays.Asked(file, lanes, requests, seed, min_peak, hints, rules, hold)
     report: replays.Report
     with one_line_errors():
-        if host_tokens:
+        if node is not None:
+            report = replays.replay_file_live(asked, replays.LiveTarget(node, group, speed, write_bytes))
+        elif host_tokens or hold:
             report = replays.replay_file_in_tiers(
-                file, **asked, host_tokens=host_tokens, inclusion=inclusion, policy=policy, hints=hints
+                asked, pool_tokens=pool_tokens, host_tokens=host_tokens, inclusion=inclusion, policy=policy, ranks=ranks
             )
         else:
-            report = replays.replay_file(file, **asked, policy=policy, hints=hints)
+            report = replays.replay_file(asked, pool_tokens=pool_tokens, policy=policy, ranks=ranks)
     if as_json:
         print_json(report.as_dict())
     else:

@@ -224,6 +224,7 @@ class Daemon:
             lambda: self.state,
             self._fence,
             self._fault_in,
+            self._watch.meter.copied_bytes,
             lambda: check_successor(self._config_path, self._prints),
             self._replace,
         )

@@ -53,6 +53,8 @@ class Meter:
         self._counters = counters
         self._known = {job: self._done(job) for job in JOBS}
         self._began: dict[int, tuple[str, int, float]] = {}
+        self.copied_bytes: dict[str, int] = {}
+        """A plan's purpose -> bytes of those that ended well; read it in the loop's thread."""
         self._hot: dict[tuple[str, int], tuple[int, int]] = {}
         self._events = Histogram(
             "kvmanager_core_event_duration_seconds",
@@ -157,6 +159,7 @@ class Meter:
         self._copies.labels(purpose, event.outcome.value).observe(took_s)
         if event.outcome.value == "done":
             self._copied.labels(purpose).inc(size_bytes)
+            self.copied_bytes[purpose] = self.copied_bytes.get(purpose, 0) + size_bytes
 
     def _answer(self, answer: object) -> None:
         if isinstance(answer, KVError):

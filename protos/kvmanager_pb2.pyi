@@ -2952,6 +2952,26 @@ class StatusReply(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class CopiedBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     BOOT_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
@@ -2963,6 +2983,7 @@ class StatusReply(_message.Message):
     LEDGER_OK_FIELD_NUMBER: _builtins.int
     FAULTED_IN_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    COPIED_BYTES_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
     """id of the daemon's start"""
     version: _builtins.str
@@ -2991,6 +3012,10 @@ class StatusReply(_message.Message):
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """name -> count of events since the start; names in GLOSSARY.md"""
 
+    @_builtins.property
+    def copied_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """a plan's purpose -> bytes of those that ended well since the start"""
+
     def __init__(
         self,
         *,
@@ -3005,10 +3030,11 @@ class StatusReply(_message.Message):
         ledger_ok: _builtins.bool = ...,
         faulted_in_bytes: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
+        copied_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "counters", b"counters", "engines", b"engines", "faulted_in_bytes", b"faulted_in_bytes", "ledger_ok", b"ledger_ok", "memory_bytes", b"memory_bytes", "movers", b"movers", "node", b"node", "state", b"state", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "copied_bytes", b"copied_bytes", "counters", b"counters", "engines", b"engines", "faulted_in_bytes", b"faulted_in_bytes", "ledger_ok", b"ledger_ok", "memory_bytes", b"memory_bytes", "movers", b"movers", "node", b"node", "state", b"state", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

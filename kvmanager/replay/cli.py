@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -12,22 +13,84 @@ from rich.table import Table
 
 from kvmanager.core.spec import Inclusion
 from kvmanager.errors import InvalidArgument
+from kvmanager.replay.arrivals import OpenLoop, format_of, load_arrivals
 from kvmanager.replay.generator import generate
+from kvmanager.replay.lanes import RULES, Lanes, Source, told
+from kvmanager.replay.live import LiveReport, LiveTarget, replay_live
 from kvmanager.replay.run import ReplayReport, replay
-from kvmanager.replay.stream import Request, Session, load_sessions, peak_tokens, stream
-from kvmanager.replay.tiers import TierReport, replay_tiers
+from kvmanager.replay.stream import Request, Session, load_sessions, peak_tokens
+from kvmanager.replay.tierreport import TierReport
+from kvmanager.replay.tiers import replay_tiers
+
+__all__ = [
+    "Asked", "LiveTarget", "recorded_sessions", "render", "replay_file", "replay_file_in_tiers", "replay_file_live",
+]  # fmt: skip
 
 Report = ReplayReport | TierReport
 BUNDLED = "data/claude-code-710.jsonl.xz"
+SAMPLES = {
+    "bundled:mooncake": "data/mooncake-conversation-1000.jsonl.xz",
+    "bundled:azure-code": "data/azure-code-2000.csv.xz",
+}
+"""Parts of published traces that come with the product; see data/NOTICE."""
 GENERATED, GENERATED_SEED = "generate:", 710
 
 
-def recorded_stream(
-    path: Path | None, *, lanes: int, requests: int, seed: int, min_peak: int, hints: bool
-) -> Iterator[Request]:
-    """The requests of a replay; without `hints` nobody tells which session they belong to. Raises InvalidArgument."""
-    for request in stream(recorded_sessions(path, min_peak), lanes, requests, seed):
-        yield request if hints else replace(request, hints=False)
+@dataclass(frozen=True)
+class Asked:
+    """Whose requests are replayed, and how. path: None for the bundled sessions.
+
+    requests: how many. min_peak: only sessions with a prompt of so many tokens. hints: whether requests tell their
+    session. rules: of `lanes.RULES`. holds: see `Course`.
+    """
+
+    path: Path | None = None
+    lanes: int = 64
+    requests: int = 8_000
+    seed: int = 42
+    min_peak: int = 0
+    hints: bool = True
+    rules: str = "tables"
+    holds: float = 0.0
+
+
+def source_of(asked: Asked) -> Source:
+    """Who asks when. Raises InvalidArgument."""
+    path = asked.path
+    if path is not None and str(path) in SAMPLES:
+        with as_file(files("kvmanager.replay") / SAMPLES[str(path)]) as bundled:
+            return source_of(replace(asked, path=bundled))
+    read = None if path is None or str(path).startswith(GENERATED) else format_of(path)
+    if path is not None and read is not None:
+        return OpenLoop(load_arrivals(path, read))
+    if asked.rules not in RULES:
+        raise InvalidArgument(f"no rules {asked.rules!r}; there are {', '.join(RULES)}")
+    lanes = Lanes(recorded_sessions(path, asked.min_peak), asked.lanes, asked.seed, RULES[asked.rules])
+    return lanes if asked.hints else Untold(lanes)
+
+
+class Untold:
+    """The same requests, and nobody tells which session they belong to."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def next_s(self) -> float:
+        """See `Source`."""
+        return self._source.next_s
+
+    def take(self) -> Request:
+        """See `Source`."""
+        return replace(self._source.take(), hints=False)
+
+    def ended(self, request: Request, end_s: float) -> None:
+        """See `Source`."""
+        self._source.ended(request, end_s)
+
+    def idle(self, now_s: float) -> None:
+        """See `Source`."""
+        self._source.idle(now_s)
 
 
 def recorded_sessions(path: Path | None, min_peak: int) -> list[Session]:
@@ -43,60 +106,37 @@ def recorded_sessions(path: Path | None, min_peak: int) -> list[Session]:
         return load_sessions(bundled, min_peak)
 
 
-def replay_file(
-    path: Path | None,
-    *,
-    lanes: int,
-    pool_tokens: int,
-    requests: int,
-    seed: int,
-    policy: str,
-    ranks: int,
-    min_peak: int,
-    hints: bool,
-) -> ReplayReport:
-    """Replays a file of sessions, or the bundled one; tells its progress on stderr. Raises InvalidArgument."""
-    told = recorded_stream(path, lanes=lanes, requests=requests, seed=seed, min_peak=min_peak, hints=hints)
+@contextmanager
+def _progress(requests: int) -> Iterator[Callable[[int], None]]:
+    """Tells on stderr how far a replay is."""
     with Console(stderr=True).status("replaying") as status:
-        return replay(
-            told,
-            requests,
-            pool_tokens,
-            ranks,
-            policy,
-            lambda done: status.update(f"{done:,} of {requests:,} requests"),
-        )
+        yield lambda done: status.update(f"{done:,} of {requests:,} requests")
+
+
+def replay_file(asked: Asked, *, pool_tokens: int, policy: str, ranks: int) -> ReplayReport:
+    """One pool. Raises InvalidArgument."""
+    with _progress(asked.requests) as progress:
+        requests = told(source_of(asked), asked.requests)
+        return replay(requests, asked.requests, pool_tokens, ranks, policy, progress)
 
 
 def replay_file_in_tiers(
-    path: Path | None,
-    *,
-    lanes: int,
-    pool_tokens: int,
-    host_tokens: int,
-    inclusion: str,
-    requests: int,
-    seed: int,
-    policy: str,
-    ranks: int,
-    min_peak: int,
-    hints: bool,
+    asked: Asked, *, pool_tokens: int, host_tokens: int, inclusion: str, policy: str, ranks: int
 ) -> TierReport:
-    """The same with a host pool behind the device pool of `pool_tokens`."""
+    """The same with a host pool behind the device pool, none at `host_tokens` 0; requests may hold their pages."""
     if inclusion not in tuple(Inclusion):
         raise InvalidArgument(f"no inclusion {inclusion!r}; there are {', '.join(Inclusion)}")
-    told = recorded_stream(path, lanes=lanes, requests=requests, seed=seed, min_peak=min_peak, hints=hints)
-    with Console(stderr=True).status("replaying") as status:
+    with _progress(asked.requests) as progress:
         return replay_tiers(
-            told,
-            requests,
-            pool_tokens,
-            host_tokens,
-            ranks,
-            policy,
-            Inclusion(inclusion),
-            progress=lambda done: status.update(f"{done:,} of {requests:,} requests"),
-        )
+            source_of(asked), asked.requests, pool_tokens, host_tokens, ranks, policy, Inclusion(inclusion),
+            progress=progress, holds=asked.holds,
+        )  # fmt: skip
+
+
+def replay_file_live(asked: Asked, where: LiveTarget) -> LiveReport:
+    """The same on a running node. Raises InvalidArgument, NotReady."""
+    with _progress(asked.requests) as progress:
+        return replay_live(source_of(asked), asked.requests, asked.holds, where, progress)
 
 
 def _tiers_table(report: TierReport) -> Table:
@@ -105,10 +145,18 @@ def _tiers_table(report: TierReport) -> Table:
     table.add_column("of the counted requests")
     table.add_column("value", justify="right")
     for name, value in report.as_dict().items():
-        if name not in ("policy", "device_tokens", "host_tokens"):
-            shown = value if isinstance(value, str) else f"{value:,.4f}" if name.endswith("rate") else f"{value:,.0f}"
-            table.add_row(name.replace("_", " "), str(shown))
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                table.add_row(f"{name.replace('_', ' ')}, {key}", _shown(name, inner))
+        elif name not in ("policy", "device_tokens", "host_tokens"):
+            table.add_row(name.replace("_", " "), _shown(name, value))
     return table
+
+
+def _shown(name: str, value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4f}" if name.endswith("rate") else f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def render(report: Report) -> Table:

@@ -1,20 +1,17 @@
-"""A stream of requests from recorded agent sessions, as closed-loop lanes replay them.
+"""Recorded agent sessions, and the requests of a replay (see `lanes` for who asks when).
 
-Each of N lanes runs one session at a time and takes the next when it ends. Gaps between requests are the
-recorded ones, capped; service times are the recorded ones. Each play of a session has keys of its own: two
-plays never share a prefix. Subagents' requests run inside their session, in recorded order.
+Service times are the recorded ones. Subagents' requests run inside their session, in recorded order.
 """
 
 from __future__ import annotations
 
-import heapq
 import json
 import lzma
-import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +22,6 @@ Int64Array = npt.NDArray[np.int64]
 
 BLOCK_TOKENS: Final = 64
 GAP_CAP_S: Final = 300.0
-FIRST_START_SPREAD_S: Final = 20.0
-NEXT_SESSION_AFTER_S: Final = 0.5
 DEFAULT_SERVICE_S: Final = 6.0
 
 
@@ -51,7 +46,10 @@ class Session:
 
 @dataclass(frozen=True)
 class Request:
-    """One request of the stream. `nodes`: int64[blocks], equal numbers mean equal prefixes within one play."""
+    """One request of the stream. `nodes`: int64[blocks], equal numbers mean equal prefixes within one play.
+
+    warm_up: it is never counted.
+    """
 
     start_s: float
     end_s: float
@@ -60,6 +58,7 @@ class Request:
     stop_reason: str
     last: bool
     hints: bool = True
+    warm_up: bool = False
 
     @property
     def session_id(self) -> str:
@@ -71,6 +70,10 @@ class Request:
         """Whole blocks only, as recorded."""
         return len(self.nodes) * BLOCK_TOKENS
 
+    def later(self, seconds: float) -> Request:
+        """The same, so much later."""
+        return replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds) if seconds else self
+
     def keys(self) -> bytes:
         """One 16-byte key a block: play and node. Chained by construction: a node names its whole prefix."""
         keys = np.empty((len(self.nodes), 2), "<u8")
@@ -79,14 +82,23 @@ class Request:
         return keys.tobytes()
 
 
+@contextmanager
+def text_of(path: Path) -> Iterator[TextIO]:
+    """A file's text, `.xz` unpacked. Raises InvalidArgument for one that can't be read."""
+    try:
+        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as text:
+            yield cast(TextIO, text)
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+        raise InvalidArgument(f"can't read {path}: {error}") from error
+
+
 def load_sessions(path: Path, min_peak_tokens: int = 0) -> list[Session]:
     """Sessions of at least two requests with a prompt of `min_peak_tokens` somewhere; `.xz` or plain JSON lines.
 
     Raises InvalidArgument for a file in another form.
     """
-    opener = lzma.open if path.suffix == ".xz" else open
     sessions = []
-    with opener(path, "rt", encoding="utf-8") as lines:
+    with text_of(path) as lines:
         for number, line in enumerate(lines, 1):
             try:
                 steps = tuple(_steps(json.loads(line)))
@@ -136,54 +148,3 @@ def number_nodes(session: Session) -> None:
             path.append(node)
         before, known = blocks, np.concatenate((known[:kept], np.asarray(path, np.int64)))
         session.nodes.append(known)
-
-
-def stream(sessions: list[Session], lanes: int, requests: int, seed: int) -> Iterator[Request]:
-    """`requests` requests in order of their start.
-
-    The first session of a lane starts somewhere inside, at a moment drawn uniformly over its length and up to
-    20 s into the replay; later ones start at their beginning.
-    """
-    if not sessions or lanes < 1:
-        raise InvalidArgument(f"{len(sessions)} sessions on {lanes} lanes: at least one of each is needed")
-    rng = random.Random(seed)
-    order = list(range(len(sessions)))
-    rng.shuffle(order)
-    waiting: list[tuple[float, int, int, int]] = []  # start, lane, play, step
-    plays: list[Session] = []
-
-    def take_next() -> Session:
-        session = sessions[order[len(plays) % len(order)]]
-        if not session.nodes:
-            number_nodes(session)
-        plays.append(session)
-        return session
-
-    for lane in range(lanes):
-        session = take_next()
-        first = _step_at(session, rng.random())
-        heapq.heappush(waiting, (rng.random() * FIRST_START_SPREAD_S, lane, len(plays) - 1, first))
-    for _ in range(requests):
-        start, lane, play, number = heapq.heappop(waiting)
-        session = plays[play]
-        step = session.steps[number]
-        end = start + step.service_s
-        last = number + 1 == len(session.steps)
-        yield Request(start, end, play, session.nodes[number], step.stop_reason, last)
-        if last:
-            take_next()
-            heapq.heappush(waiting, (end + NEXT_SESSION_AFTER_S, lane, len(plays) - 1, 0))
-        else:
-            gap = min(session.steps[number + 1].gap_s, GAP_CAP_S)
-            heapq.heappush(waiting, (end + gap, lane, play, number + 1))
-
-
-def _step_at(session: Session, fraction: float) -> int:
-    """The step that runs at a fraction of the session's length (gaps capped); never the last."""
-    lengths = [min(step.gap_s, GAP_CAP_S) + step.service_s for step in session.steps]
-    mark, passed = fraction * sum(lengths), 0.0
-    for number, length in enumerate(lengths[:-1]):
-        passed += length
-        if passed > mark:
-            return number
-    return 0

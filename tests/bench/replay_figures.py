@@ -8,8 +8,9 @@ from time import thread_time
 from kvmanager.core.events import Event
 from kvmanager.core.node import Node
 from kvmanager.replay.cli import recorded_sessions
+from kvmanager.replay.lanes import stream
 from kvmanager.replay.run import replay
-from kvmanager.replay.stream import Request, stream
+from kvmanager.replay.stream import Request
 from tests.bench.figure import Figure
 
 LANES, POOL_TOKENS, REQUESTS, SEED = 64, 2_000_000, 1_500, 42

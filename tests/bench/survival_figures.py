@@ -20,7 +20,7 @@ from kvmanager.core.events import Event, Open, Progress, Step
 from kvmanager.core.node import Node
 from kvmanager.journal import Fingerprints, Journal
 from kvmanager.journalcodec import Codec
-from kvmanager.replay.cli import replay_file
+from kvmanager.replay.cli import Asked, replay_file
 from tests.bench.core_figures import STATE_TOKENS, TOKENS, Driver, session_keys
 from tests.bench.figure import Figure, median_s
 
@@ -130,10 +130,7 @@ def _replay_figures() -> Iterator[Figure]:
     Node.apply = kept  # type: ignore[method-assign]
     try:
         start = thread_time()
-        replay_file(
-            None, lanes=64, pool_tokens=2_000_000, requests=REPLAYED, seed=42, policy="return-rate", ranks=8,
-            min_peak=0, hints=True,
-        )
+        replay_file(Asked(requests=REPLAYED), pool_tokens=2_000_000, policy="return-rate", ranks=8)
         whole_s = thread_time() - start
     finally:
         Node.apply = apply  # type: ignore[method-assign]

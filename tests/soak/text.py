@@ -13,7 +13,8 @@ from kvmanager.clients.keys import KeyChain
 from kvmanager.pressure import content
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.replay.cli import recorded_sessions
-from kvmanager.replay.stream import Request, stream
+from kvmanager.replay.lanes import stream
+from kvmanager.replay.stream import Request
 from tests.chaos.content import ANSWER_TOKENS
 
 LANES: Final = 64

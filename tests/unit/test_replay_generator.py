@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvmanager.errors import InvalidArgument
-from kvmanager.replay.cli import recorded_sessions, replay_file
+from kvmanager.replay.cli import Asked, recorded_sessions, replay_file
 from kvmanager.replay.generator import generate
 from kvmanager.replay.stream import BLOCK_TOKENS, Session, number_nodes
 
@@ -65,8 +65,8 @@ def test_the_seed_alone_decides() -> None:
 
 
 def test_they_replay_like_recorded_ones() -> None:
-    asked = {"lanes": 8, "requests": 120, "seed": 1, "ranks": 8, "min_peak": 0, "policy": "lru", "hints": True}
-    report = replay_file(Path("generate:40"), pool_tokens=4_000_000, **asked)  # type: ignore[arg-type]
+    asked = Asked(Path("generate:40"), lanes=8, requests=120, seed=1)
+    report = replay_file(asked, pool_tokens=4_000_000, policy="lru", ranks=8)
     assert 0.9 < report.prefix_hit_rate <= report.ceiling < 1, "nearly all of a prompt was there before"
     assert report.prompt_tokens > 0
 

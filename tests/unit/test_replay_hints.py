@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kvmanager.replay.cli import recorded_sessions
+from kvmanager.replay.lanes import stream
 from kvmanager.replay.run import replay
-from kvmanager.replay.stream import Request, stream
+from kvmanager.replay.stream import Request
 
 REQUESTS = 100
 

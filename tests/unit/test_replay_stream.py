@@ -12,7 +12,8 @@ import pytest
 
 from kvmanager.errors import InvalidArgument
 from kvmanager.replay.cli import BUNDLED
-from kvmanager.replay.stream import GAP_CAP_S, load_sessions, stream
+from kvmanager.replay.lanes import stream
+from kvmanager.replay.stream import GAP_CAP_S, load_sessions
 
 
 def _file(tmp_path: Path, *sessions: list[dict]) -> Path:

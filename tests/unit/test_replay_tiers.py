@@ -15,7 +15,8 @@ from kvmanager.core.eviction import POLICIES
 from kvmanager.core.spec import Inclusion, Limits
 from kvmanager.errors import InvalidArgument
 from kvmanager.replay.stream import Request
-from kvmanager.replay.tiers import Rates, TierEngine, published_rates, replay_tiers, two_tier_spec
+from kvmanager.replay.tierreport import Rates, published_rates
+from kvmanager.replay.tiers import TierEngine, replay_tiers, two_tier_spec
 
 SPAN = 512
 BLOCKS = 8
@@ -52,6 +53,28 @@ def test_a_prompt_that_the_device_cannot_hold_is_refused_and_leaves_all_as_it_wa
     audit(engine.node.state)
 
 
+class Listed:
+    """Requests in the order of their start, whoever answers."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self._left = list(reversed(requests))
+        self.ends: list[float] = []
+
+    @property
+    def next_s(self) -> float:
+        return self._left[-1].start_s if self._left else float("inf")
+
+    def take(self) -> Request:
+        return self._left.pop()
+
+    def ended(self, request: Request, end_s: float) -> None:
+        assert end_s == request.end_s
+        self.ends.append(end_s)
+
+    def idle(self, now_s: float) -> None:
+        pass
+
+
 def _stream() -> list[Request]:
     """Three sessions take turns; each has 4 spans, and half a span more in every round."""
     told = []
@@ -64,7 +87,7 @@ def _stream() -> list[Request]:
 
 def test_the_report_adds_up() -> None:
     rates = Rates(1_000.0, 1e9, 1e9)
-    report = replay_tiers(_stream(), 18, 8 * SPAN, 64 * SPAN, 8, "lru", rates=rates)
+    report = replay_tiers(Listed(_stream()), 18, 8 * SPAN, 64 * SPAN, 8, "lru", rates=rates)
     found = round(report.prefix_hit_rate * report.prompt_tokens)
     assert report.prefilled_tokens == report.prompt_tokens - found
     assert report.device_hit_rate + report.host_hit_rate == pytest.approx(report.prefix_hit_rate)
@@ -80,7 +103,7 @@ def test_the_report_adds_up() -> None:
 def test_exclusive_holds_more_than_inclusive() -> None:
     """Live sessions fit into both tiers together, and into neither alone."""
     found = {
-        inclusion: replay_tiers(_stream(), 18, 10 * SPAN, 16 * SPAN, 8, "lru", inclusion).prefix_hit_rate
+        inclusion: replay_tiers(Listed(_stream()), 18, 10 * SPAN, 16 * SPAN, 8, "lru", inclusion).prefix_hit_rate
         for inclusion in (Inclusion.EXCLUSIVE, Inclusion.INCLUSIVE)
     }
     assert found[Inclusion.EXCLUSIVE] > found[Inclusion.INCLUSIVE], found
@@ -88,7 +111,7 @@ def test_exclusive_holds_more_than_inclusive() -> None:
 
 def test_what_it_refuses() -> None:
     with pytest.raises(InvalidArgument, match="no policy"):
-        replay_tiers([], 0, SPAN, SPAN, 8, "lfu")
+        replay_tiers(Listed([]), 0, SPAN, SPAN, 8, "lfu")
     with pytest.raises(InvalidArgument, match="each must hold a span"):
         two_tier_spec(SPAN, SPAN - 1, 8)
 

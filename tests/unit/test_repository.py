@@ -112,7 +112,7 @@ COMMAND = ("cli.py", "clibase.py", "operatecli.py", "operatescreens.py", "screen
 """Files of the `kvmanager` command."""
 
 
-def test_only_the_command_the_demo_and_the_pressure_suites_use_clients() -> None:
+def test_only_the_command_the_demo_the_replay_and_the_pressure_suites_use_clients() -> None:
     """A daemon that used its own clients could deadlock on itself.
 
     `peers.py` calls another node's daemon, and comes in there as every client does.
@@ -120,7 +120,7 @@ def test_only_the_command_the_demo_and_the_pressure_suites_use_clients() -> None
     found = []
     for path in _own_package_files():
         relative = path.relative_to(ROOT / "kvmanager")
-        may = relative.parts[0] in ("demo", "pressure") or relative.name in COMMAND
+        may = relative.parts[0] in ("demo", "pressure", "replay") or relative.name in COMMAND
         used = {name for name in _imports(path) if name.startswith("kvmanager.clients")}
         if relative.name == "peers.py":
             used = {name for name in used if not name.startswith("kvmanager.clients.attach.")}
