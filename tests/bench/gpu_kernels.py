@@ -46,7 +46,10 @@ SEQUENTIAL, KEPT = TokenOrder(1, 64), TokenOrder(8, 1)
 TILINGS: tuple[Tiling | None, ...] = (
     None, Tiling(64, 8, 2), Tiling(64, 8, 3), Tiling(32, 8, 2, Scores.COLUMNS), Tiling(32, 8, 3, Scores.COLUMNS),
 )  # fmt: skip
-INDEX_TILINGS = (IndexTiling(tiles=16), IndexTiling(tiles=32), IndexTiling(stages=3), IndexTiling(warps=8))
+INDEX_TILINGS = (
+    IndexTiling(stages=3), IndexTiling(blocks=4, registers=128), IndexTiling(stages=3, blocks=4, registers=128),
+    IndexTiling(stages=3, blocks=5, registers=96), IndexTiling(stages=2, blocks=6, registers=80),
+)  # fmt: skip
 SHARDS = 8
 
 
@@ -261,6 +264,11 @@ class Indexing:
         self.choose()
 
 
+def _tiling_name(tiling: IndexTiling) -> str:
+    most = tiling.registers or "any number of"
+    return f"{tiling.stages} stages, {tiling.blocks} blocks at once, {most} registers"
+
+
 def _indexer_region(layout: KVLayout, pages: int) -> Tensor:
     """Finite codes everywhere, and scales around 2^-6 for the leader that is measured."""
     region = torch.empty(pages * layout.page_bytes, dtype=torch.uint8, device="cuda")
@@ -285,10 +293,10 @@ def _indexer_figures(clock: Clock, rooflines: Rooflines) -> Iterator[Figure]:
         yield _roofline_figure(f"indexer + top-k 8x4, {tokens:,} tokens", run_s, floor)
         yield _roofline_figure(f"  of it scores, {tokens:,} tokens", score_s, floor)
         yield Figure(f"  of it top-k, {tokens:,} tokens", choose_s * 1e6, "us", "scores", choose_s / score_s)
+        for tiling in INDEX_TILINGS:
+            seconds = clock.seconds(partial(work.score, tiling))
+            yield _roofline_figure(f"  of it scores, {tokens:,} tokens, {_tiling_name(tiling)}", seconds, floor)
         if tokens == CONTEXT:
-            for tiling in INDEX_TILINGS:
-                seconds = clock.seconds(partial(work.score, tiling))
-                yield _roofline_figure(f"  of it scores, {tiling}", seconds, floor)
             kept = Indexing(region, layout, KEPT, tokens, QUERIES, REQUESTS)
             kept_s = clock.seconds(kept.run)
             yield Figure("indexer + top-k, kept order (8, 1)", kept_s * 1e6, "us", "sequential", kept_s / run_s)

@@ -21,18 +21,20 @@ INDEX_HEADS: Final = 32
 class IndexTiling:
     """How a launch is cut: query tokens (a power of two) a block, tiles of 64 keys in flight, warps, tiles a block.
 
-    Without a number, blocks get as many tiles as give every multiprocessor the same number of blocks.
+    Without a number of tiles, blocks get as many as give every multiprocessor the same number of blocks, of which
+    `blocks` fit on one at a time. `registers`: the most a thread gets, fewer than the compiler would like where more
+    blocks then hide each other's waits.
     """
 
     queries: int = 4
     stages: int = 4
     warps: int = 4
     tiles: int | None = None
+    blocks: int = 3
+    registers: int | None = None
 
 
 DEFAULT_INDEX_TILING: Final = IndexTiling()
-_BLOCKS_AT_ONCE: Final = 3
-"""Blocks of the default tiling that one multiprocessor has registers for."""
 _MOST_TILES: Final = 64
 """Beyond, blocks come in two rounds: one that starts late then costs less."""
 
@@ -125,17 +127,16 @@ def index_scores(
     assert region.data_ptr() % 16 == values.page_stride % 16 == values.offset % 16 == 0
     width, query_blocks = table.pages.shape[1], triton.cdiv(queries, tiling.queries)
     if requests * queries * width:
-        tiles = tiling.tiles or _tiles_for(width, requests * query_blocks, _processors(region.device))
+        tiles = tiling.tiles or _tiles_for(width, requests * query_blocks, tiling.blocks * _processors(region.device))
         _scores[(triton.cdiv(width, tiles), requests, query_blocks)](
             q, weights, table.pages, table.spans, table.orders, page_counts, tokens, region, scores,
             table.pages.stride(0), scores.stride(1), values.page_stride, values.offset, scales.offset, queries, tiles,
-            QUERIES=tiling.queries, STAGES=tiling.stages, num_warps=tiling.warps,
+            QUERIES=tiling.queries, STAGES=tiling.stages, num_warps=tiling.warps, maxnreg=tiling.registers,
         )  # fmt: skip
 
 
-def _tiles_for(width: int, rows: int, processors: int) -> int:
-    """Tiles a block, so that `rows` rows of `width` tiles give the processors whole rounds of blocks, at most two."""
-    at_once = _BLOCKS_AT_ONCE * processors
+def _tiles_for(width: int, rows: int, at_once: int) -> int:
+    """Tiles a block, so that `rows` rows of `width` tiles make whole rounds of `at_once` blocks, at most two."""
     rounds = 1 if width * rows <= at_once * _MOST_TILES else 2
     return -(-width // max(1, rounds * at_once // rows))
 
