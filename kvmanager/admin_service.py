@@ -86,6 +86,7 @@ class AdminService(pb_grpc.AdminServicer):
             incarnation=info.incarnation,
             outstanding=info.outstanding,
             agent_started=info.agent is not None,
+            pull_paths=info.paths,
         )
         return reply
 

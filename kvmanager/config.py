@@ -26,7 +26,7 @@ from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
 from kvmanager.groupchecks import check_group, check_keys_of_kind
 from kvmanager.hostregions import HostShare, shared_host_regions
 from kvmanager.layout import KVFormat, format_named
-from kvmanager.moverconfig import MoverSection, interfaces
+from kvmanager.moverconfig import MOVER, MoverSection
 from kvmanager.operationsconfig import OPERATIONS, HealthSection, HistorySection, MetricsSection
 from kvmanager.securityconfig import SECURITY, AccessSection, PeerSection, TlsSection, check_security
 from kvmanager.units import MILLISECOND_NS, format_bytes
@@ -364,15 +364,7 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "silence_ms": parse.between(100, HOUR_MS),
         "stall_ms": parse.between(100, HOUR_MS),
     },
-    MoverSection: {
-        "staging_bytes": parse.size,
-        "chunk_bytes": parse.size,
-        "pull_deadline_ms": parse.count(1),
-        "data_interface": interfaces,
-        "to_host_gb_per_s": parse.rate,
-        "to_device_gb_per_s": parse.rate,
-        "both_ways_gb_per_s": parse.rate,
-    },
+    MoverSection: MOVER,
     AdmissionSection: {"overcommit": parse.factor, "growth_cap_tokens": parse.count(1)},
     EvictionSection: {"policy": parse.choice(*POLICIES)},
     OffloadSection: {

@@ -130,8 +130,7 @@ class Daemon:
         self._handoffs = Handoffs(
             config.node.name,
             self._groups,
-            config.mover.staging_bytes,
-            config.mover.chunk_bytes,
+            config.mover,
             self._loop.post,
             self._certificates,
             config.access.peers,
@@ -230,8 +229,9 @@ class Daemon:
         )
         server = grpc_server(self._config.fence, self._watch.calls, Gatekeeper(callers))
         operator = OperatorService(
-            self.reloader.config, self._loop, callers, self._history, self._cordon, lambda: self.state, self._fail
-        )
+            self.reloader.config, lambda: self._mover.info, self._loop, callers, self._history, self._cordon,
+            lambda: self.state, self._fail,
+        )  # fmt: skip
         services = {"Engine": engines, "Worker": self._workers, "Peer": peers, "Admin": admin, "Operator": operator}
         self._door.serve(peers)
         serve_all(server, socket_path, services, self._watch.servicer)

@@ -37,6 +37,7 @@ from kvmanager.errors import (
 )
 from kvmanager.geometry import Int64Array
 from kvmanager.layout import KVLayout
+from kvmanager.moverconfig import MoverSection
 from kvmanager.movers import Mover
 from kvmanager.peers import Peers
 from kvmanager.planwire import ring_to_proto
@@ -72,11 +73,13 @@ Ended = tuple[CopyOutcome, KVError | None]
 class _Pull:
     """One pull, from the core's order to the event that ends it.
 
-    `part`: what the mover has of it now, `moved`: the end of that. `over`: why no further part is begun.
+    `part`: what the mover has of it now, once it was `sent`; `moved`: the end of that. `over`: why no further part is
+    begun.
     """
 
     effect: StartPull
     part: int = -1
+    sent: bool = False
     moved: Future[Ended] = field(default_factory=Future)
     over: Ended | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -84,6 +87,7 @@ class _Pull:
     def begin_part(self) -> int:
         """The mover's number for the next part."""
         self.part += 1
+        self.sent = False
         self.moved = Future()
         return part_id(self.effect.plan_id, self.part)
 
@@ -105,8 +109,7 @@ class Handoffs:
         self,
         node: str,
         groups: dict[str, GroupSpec],
-        staging_bytes: int,
-        chunk_bytes: int,
+        settings: MoverSection,
         post: Callable[[Event], None],
         certificates: Certificates | None = None,
         peer_uids: tuple[int, ...] = (),
@@ -114,8 +117,7 @@ class Handoffs:
         """`certificates`: to call nodes of other machines with. `peer_uids`: who runs those of this machine."""
         self._node = node
         self._groups = groups
-        self._staging_bytes = staging_bytes
-        self._chunk_bytes = chunk_bytes
+        self._settings = settings
         self._post = post
         self._peers = Peers(node, certificates, peer_uids)
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="handoff")
@@ -198,13 +200,21 @@ class Handoffs:
             outcome, error = CopyOutcome.FAILED, failure
         except Exception as failure:
             _log.exception("pull %d", effect.plan_id)
-            outcome, error = CopyOutcome.UNKNOWN_FATE, TransferFailed(f"pull {effect.plan_id}: {failure!r}")
+            outcome, error = self._broken_off(pull, TransferFailed(f"pull {effect.plan_id}: {failure!r}"))
         if error is not None:
             _log.warning("pull %d of ticket %s: %s", effect.plan_id, effect.ticket.ticket_id, error)
         self._post(PlanEnded(effect.plan_id, outcome, error))
         with self._lock:
             del self._pulls[effect.plan_id]
         self._release_quietly(effect.ticket)
+
+    def _broken_off(self, pull: _Pull, error: KVError) -> Ended:
+        """After an error of our own. The mover goes on with what it has: only its word says that no byte comes late."""
+        if not pull.sent:
+            return CopyOutcome.UNKNOWN_FATE if pull.part >= 0 else CopyOutcome.FAILED, error
+        self._give_up(pull, (CopyOutcome.FAILED, error))
+        outcome, _ = pull.moved.result()  # it has a deadline, and its death settles it too
+        return outcome if outcome is CopyOutcome.UNKNOWN_FATE else CopyOutcome.FAILED, error
 
     def _pull(self, pull: _Pull) -> Ended:
         before: pb.AcceptReply | None = None
@@ -266,6 +276,7 @@ class Handoffs:
                 return pull.over is None and not moved.done()
 
             self._mover.pull(self._command(pull.effect, work_id, accepted, chain, layout, share), wanted)
+            pull.sent = True
             outcome, error = self._watched(pull, accepted, moved)
             if outcome is not CopyOutcome.DONE:
                 return outcome, error
@@ -316,7 +327,7 @@ class Handoffs:
         targets: list[TargetClass],
     ) -> pb.Pull:
         """The mover's command. Raises LayoutMismatch when the two sides' pages can't be matched."""
-        staging = Staging.of(self._staging_bytes, self._chunk_bytes, layout.page_bytes)
+        staging = Staging.of(self._settings.staging_bytes, self._settings.chunk_bytes, layout.page_bytes)
         addresses = [rank.base_address for rank in sorted(chain.ranks, key=lambda r: r.rank)]
         with self._slots:  # pulls take turns in the ring
             ring = build_pull(work_id, layout, source_spans(chain), addresses, targets, staging, self._next_slot)
@@ -328,6 +339,7 @@ class Handoffs:
         pull.peer_incarnation = accepted.mover_incarnation
         pull.packed = accepted.packed
         pull.deadline_ns = effect.deadline_ns
+        pull.path = self._settings.pull_path
         return pull
 
     def _release_quietly(self, ticket: TicketInfo) -> None:

@@ -8,10 +8,10 @@ daemon that lists gets them (`kvmanager.moverlink` describes the conversation). 
 the newest boot id is served, and only the mover's own uid may connect.
 
 It stops on SIGTERM, when a region that it has comes again as other memory (the daemon started from nothing), when
-late bytes of peers that hang may land in all of its staging, and when it is an orphan: no daemon has been linked for
-`ORPHAN_S` and no keeper lives in its directory. What can end
-within `STOP_S` ends, the rest is cancelled or said to be of unknown fate. Its end is the fence for its reads in
-flight; a new keeper that starts cold does not wait for it but kills it first.
+late bytes of peers that hang may land in pages or in all of its staging, and when it is an orphan: no daemon has been
+linked for `ORPHAN_S` and no keeper lives in its directory. What can end within `STOP_S` ends, the rest is cancelled or
+said to be of unknown fate. Its end is the fence for its reads in flight; a new keeper that starts cold does not wait
+for it but kills it first.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from kvmanager.transport.cuda import CudaExecutor
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.nixl import UcxSettings, agent_name
 from kvmanager.transport.pacing import LinkRates, Pacer
+from kvmanager.transport.paths import PathRates, PullPath
 from kvmanager.transport.pull_pipeline import PullRequest
 from kvmanager.units import SECOND_NS
 from kvmanager.wire import (
@@ -119,7 +120,7 @@ class Mover:
                 _log.error("the GPU's context is lost: stopping (%s)", self._executor.broken)
                 self.stop()
             if self._hands is not None and self._hands.exhausted and self._stop_at_s is None:
-                _log.error("peers that hang may yet write into all of staging: stopping, which ends their reads")
+                _log.error("peers that hang may yet write into pages, or all of staging: stopping ends their reads")
                 self.stop()
             self._stop_if_orphaned()
         self._executor.close()
@@ -271,6 +272,16 @@ def _completion_to_proto(completion: Completion) -> pb.Completion:
         busy_ns=completion.busy_ns,
         error=None if completion.error is None else error_to_proto(completion.error),
         sums=b"" if completion.sums is None else pack_u64(completion.sums.reshape(-1)),
+        path=None if completion.path is None else _path_to_proto(completion.path),
+    )
+
+
+def _path_to_proto(path: PathRates) -> pb.PullPath:
+    return pb.PullPath(
+        agent_name=path.agent_name,
+        chosen=path.chosen.value,
+        ring_bytes_per_s=round(path.ring_bytes_per_s),
+        direct_bytes_per_s=round(path.direct_bytes_per_s),
     )
 
 
@@ -279,7 +290,11 @@ def _pull_from_proto(message: pb.Pull) -> PullRequest:
         raise InvalidArgument(f"agent {message.agent_name!r} is not of incarnation {message.peer_incarnation:016x}")
     ring = ring_from_proto(message)
     name, metadata = message.agent_name, message.agent_metadata
-    return PullRequest(message.pull_id, name, metadata, ring, message.deadline_ns, message.packed)
+    try:
+        path = PullPath(message.path or PullPath.MEASURED)
+    except ValueError:
+        raise InvalidArgument(f"Pull.path {message.path!r} is none of {', '.join(PullPath)}") from None
+    return PullRequest(message.pull_id, name, metadata, ring, message.deadline_ns, message.packed, path)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
+from kvmanager import configvalues as parse
 from kvmanager.transport.pacing import LinkRates
+from kvmanager.transport.paths import PullPath
 from kvmanager.units import MIB, MILLISECOND_NS
 
 
@@ -26,6 +30,8 @@ class MoverSection:
     data_interface: network devices, as UCX names them, that pulls may use; the mover's agent listens nowhere else.
 
     both_ways_gb_per_s: what write-back keeps to in sum with all else, so that it takes what onboarding leaves.
+
+    pull_path: how chunks of pulls come, through staging or straight to their pages (see `transport.paths`).
     """
 
     staging_bytes: int = 64 * MIB
@@ -35,6 +41,7 @@ class MoverSection:
     to_host_gb_per_s: float = 0.0
     to_device_gb_per_s: float = 0.0
     both_ways_gb_per_s: float = 0.0
+    pull_path: str = PullPath.MEASURED
 
     @property
     def rates(self) -> LinkRates:
@@ -46,3 +53,15 @@ class MoverSection:
     def pull_deadline_ns(self) -> int:
         """Our own limit on one pull: a hung peer never errors."""
         return self.pull_deadline_ms * MILLISECOND_NS
+
+
+MOVER: Final[Mapping[str, parse.Parser]] = {
+    "staging_bytes": parse.size,
+    "chunk_bytes": parse.size,
+    "pull_deadline_ms": parse.count(1),
+    "data_interface": interfaces,
+    "to_host_gb_per_s": parse.rate,
+    "to_device_gb_per_s": parse.rate,
+    "both_ways_gb_per_s": parse.rate,
+    "pull_path": parse.choice(*PullPath),
+}

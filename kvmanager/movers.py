@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +33,7 @@ from kvmanager.moverlink import MoverLink, mover_socket
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.pulls import pull_of
 from kvmanager.transport.pacing import NO_LIMITS, LinkRates
+from kvmanager.transport.paths import PEERS
 from kvmanager.units import GIB
 from kvmanager.wire import RegionKind, error_from_proto, unpack_u64
 
@@ -61,13 +62,17 @@ class Agent:
 
 @dataclass(frozen=True)
 class MoverInfo:
-    """What is known of the mover process in use; zeros while there is none. `addresses`: region id -> base address."""
+    """What is known of the mover process in use; zeros while there is none. `addresses`: region id -> base address.
+
+    `paths`: of the peers that it pulled from.
+    """
 
     pid: int = 0
     incarnation: int = 0
     addresses: dict[int, int] = field(default_factory=dict)
     agent: Agent | None = None
     outstanding: int = 0
+    paths: tuple[pb.PullPath, ...] = ()
 
 
 class Pulls(Protocol):
@@ -116,6 +121,7 @@ class Mover:
         self._waiting: list[pb.Pull | CopyPlan] = []
         self._outstanding: set[int] = set()
         self._info = MoverInfo()
+        self._paths: dict[str, pb.PullPath] = {}
         self._agent: Future[Agent] | None = None
         self._connection: MoverConnection | None = None
         self._process: MoverProcess | None = None  # the thread's own
@@ -150,8 +156,11 @@ class Mover:
         """What is known now."""
         with self._lock:
             known = self._info
-            return MoverInfo(
-                known.pid, known.incarnation, dict(known.addresses), known.agent, len(self._outstanding)
+            return replace(
+                known,
+                addresses=dict(known.addresses),
+                outstanding=len(self._outstanding),
+                paths=tuple(self._paths.values()) if known.incarnation else (),
             )
 
     def pace(self, rates: LinkRates) -> None:
@@ -259,6 +268,8 @@ class Mover:
         if what == "completion":
             reach("daemon.completion.received")
             completion = event.completion
+            if completion.HasField("path"):
+                self._learn(completion.path)
             error = error_from_proto(completion.error) if completion.HasField("error") else None
             sums = unpack_u64(completion.sums, "Completion.sums").copy() if completion.sums else None
             self._ended(completion.plan_id, _OUTCOMES[completion.outcome], error, sums)
@@ -268,6 +279,14 @@ class Mover:
             self._agent_started(event)
         elif what == "pong":
             self._heard_s = time.monotonic()
+
+    def _learn(self, path: pb.PullPath) -> None:
+        """What the mover knows of a peer now; of those longest known as little is kept as the mover keeps."""
+        with self._lock:
+            self._paths.pop(path.agent_name, None)
+            self._paths[path.agent_name] = path
+            if len(self._paths) > PEERS:
+                del self._paths[next(iter(self._paths))]
 
     def _ended(
         self, work_id: int, outcome: CopyOutcome, error: KVError | None, sums: SumArray | None = None
@@ -422,6 +441,7 @@ class Mover:
         self._pulls.mover_gone(alive)
         with self._lock:
             self._info = MoverInfo()
+            self._paths = {}
             self._outstanding = set()
             self._waiting = [work for work in self._waiting if _job_of(work) in alive]
 

@@ -85,7 +85,9 @@ class MoverTransfers:
             if not staging:
                 raise NotReady("this mover has no STAGING region to pull into: add one first")
             ahead = AHEAD_ON_GPU if self._on_gpu else 1
-            self._pulls = PullPipeline(self._reads, self._regions, staging[0], placer=self._placer, ahead=ahead)
+            self._pulls = PullPipeline(
+                self._reads, self._regions, staging[0], placer=self._placer, ahead=ahead, straight=not self._on_gpu
+            )
         if self._on_gpu and not request.packed:
             raise TransferFailed(
                 f"pull {request.pull_id}: a GPU's mover pulls from GPUs' movers, which pack; the source is a cpu node"

@@ -21,7 +21,17 @@ def transfers_screen(reply: pb.TransfersReply) -> RenderableType:
         numbers = (str(each.plan_id), f"{each.spans:,}", format_bytes(each.moved_bytes), seconds(each.age_ns))
         gives_way = " (gives way)" if each.gives_way else ""
         shown.add_row(each.group, each.purpose + gives_way, each.urgency, *numbers, str(each.waiters))
-    return or_nothing(shown, "nothing is under way")
+    return Group(or_nothing(shown, "nothing is under way"), *map(pull_path_line, reply.paths))
+
+
+def pull_path_line(path: pb.PullPath) -> Text:
+    """How chunks come from a peer, and what was measured."""
+    what = {"ring": "through staging", "direct": "straight to their pages"}.get(path.chosen, "not decided yet")
+    rates = [
+        f"{rate / 1e9:.2f} GB/s {way}" if rate else f"{way} not tried"
+        for way, rate in (("through staging", path.ring_bytes_per_s), ("straight", path.direct_bytes_per_s))
+    ]
+    return Text(f"pulls from {path.agent_name}: {what} ({', '.join(rates)})")
 
 
 def story_screen(reply: pb.ExplainReply) -> RenderableType:

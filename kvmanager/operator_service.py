@@ -29,6 +29,7 @@ from kvmanager.explain import StoryLine, check_kind, happened, nothing_known, re
 from kvmanager.fsck import check_copy, compare_sums
 from kvmanager.history import History
 from kvmanager.loop import OwnerLoop
+from kvmanager.movers import MoverInfo
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 
@@ -45,6 +46,7 @@ class OperatorService(pb_grpc.OperatorServicer):
     def __init__(
         self,
         config: Callable[[], NodeConfig],
+        mover: Callable[[], MoverInfo],
         loop: OwnerLoop,
         callers: Callers,
         history: History | None,
@@ -52,11 +54,12 @@ class OperatorService(pb_grpc.OperatorServicer):
         state: Callable[[], str],
         fail: Callable[[BaseException], None],
     ) -> None:
-        """`config()`: what is in effect. `cordon(why)`: carries a journalled cordon out.
+        """`config()`: what is in effect. `mover()`: what is known of it.
 
-        `fail`: stops the daemon after a broken invariant.
+        `cordon(why)`: carries a journalled cordon out. `fail`: stops the daemon after a broken invariant.
         """
         self._config = config
+        self._mover = mover
         self._loop = loop
         self._callers = callers
         self._history = history
@@ -70,7 +73,9 @@ class OperatorService(pb_grpc.OperatorServicer):
     def Transfers(self, request: pb.TransfersRequest, context: grpc.ServicerContext) -> pb.TransfersReply:  # noqa: ARG002
         """Plans and pulls under way."""
         self._callers.sees_all(context)
-        return self._loop.inspect(lambda node: operatorviews.transfers(node, self._config().node.device))
+        reply = self._loop.inspect(lambda node: operatorviews.transfers(node, self._config().node.device))
+        reply.paths.extend(self._mover().paths)
+        return reply
 
     @typed
     def Pins(self, request: pb.PinsRequest, context: grpc.ServicerContext) -> pb.PinsReply:  # noqa: ARG002

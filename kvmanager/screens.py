@@ -84,12 +84,17 @@ def status_screen(reply: pb.StatusReply) -> RenderableType:
         movers.add_row(
             mover.device, "started" if mover.agent_started else "not started", str(mover.pid), str(mover.outstanding)
         )
+    paths = [
+        Text(f"pulls of {mover.device} from {path.agent_name}: {path.chosen}")
+        for mover in reply.movers
+        for path in mover.pull_paths
+    ]
     counters = new_table("counters", "since start", "count")
     for name, count in sorted(reply.counters.items()):
         counters.add_row(name, f"{count:,}")
     return Group(
-        head, "", or_nothing(engines, "no engine"), *map(Text, suspects), "", or_nothing(movers, "no mover"), "",
-        or_nothing(counters, "nothing counted yet"),
+        head, "", or_nothing(engines, "no engine"), *map(Text, suspects), "", or_nothing(movers, "no mover"), *paths,
+        "", or_nothing(counters, "nothing counted yet"),
     )  # fmt: skip
 
 

@@ -2445,6 +2445,7 @@ class Pull(_message.Message):
     SECTION_STARTS_FIELD_NUMBER: _builtins.int
     SECTION_SIZES_FIELD_NUMBER: _builtins.int
     PACKED_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     pull_id: _builtins.int
     """id from the same numbers as plan ids"""
@@ -2478,6 +2479,8 @@ class Pull(_message.Message):
     """u64[sections]: bytes"""
     packed: _builtins.bool
     """true: the source's mover packs pages into a ring of its own, which is read"""
+    path: _builtins.str
+    """the way wanted of the chunks: "ring", "direct", or "measured" (also when empty)"""
     @_builtins.property
     def placement(self) -> Global___Plan:
         """staging region -> target regions; its source pages are indexes of remote_addresses"""
@@ -2501,11 +2504,12 @@ class Pull(_message.Message):
         section_starts: _builtins.bytes = ...,
         section_sizes: _builtins.bytes = ...,
         packed: _builtins.bool = ...,
+        path: _builtins.str = ...,
         placement: Global___Plan | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "chunk_pages", b"chunk_pages", "deadline_ns", b"deadline_ns", "first_slot", b"first_slot", "packed", b"packed", "page_bytes", b"page_bytes", "peer_incarnation", b"peer_incarnation", "placement", b"placement", "pull_id", b"pull_id", "remote_addresses", b"remote_addresses", "ring_offset", b"ring_offset", "ring_slots", b"ring_slots", "section_sizes", b"section_sizes", "section_starts", b"section_starts", "summed", b"summed", "sums", b"sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "chunk_pages", b"chunk_pages", "deadline_ns", b"deadline_ns", "first_slot", b"first_slot", "packed", b"packed", "page_bytes", b"page_bytes", "path", b"path", "peer_incarnation", b"peer_incarnation", "placement", b"placement", "pull_id", b"pull_id", "remote_addresses", b"remote_addresses", "ring_offset", b"ring_offset", "ring_slots", b"ring_slots", "section_sizes", b"section_sizes", "section_starts", b"section_starts", "summed", b"summed", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2874,6 +2878,7 @@ class Completion(_message.Message):
     BUSY_NS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """plan or pull id"""
     outcome: Global___Completion.Outcome.ValueType
@@ -2888,6 +2893,10 @@ class Completion(_message.Message):
     def error(self) -> Global___Error:
         """set unless DONE"""
 
+    @_builtins.property
+    def path(self) -> Global___PullPath:
+        """of a pull: what is known of the ways from its peer"""
+
     def __init__(
         self,
         *,
@@ -2897,14 +2906,49 @@ class Completion(_message.Message):
         busy_ns: _builtins.int = ...,
         error: Global___Error | None = ...,
         sums: _builtins.bytes = ...,
+        path: Global___PullPath | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "path", b"path"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ns", b"busy_ns", "error", b"error", "moved_bytes", b"moved_bytes", "outcome", b"outcome", "plan_id", b"plan_id", "sums", b"sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ns", b"busy_ns", "error", b"error", "moved_bytes", b"moved_bytes", "outcome", b"outcome", "path", b"path", "plan_id", b"plan_id", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Completion: _TypeAlias = Completion  # noqa: Y015
+
+@_typing.final
+class PullPath(_message.Message):
+    """The ways of chunks from one peer, measured on the first that came from it. Rates: of the fastest chunk, 0: none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_NAME_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    RING_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    DIRECT_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    agent_name: _builtins.str
+    """name of the peer's NIXL agent"""
+    chosen: _builtins.str
+    """"ring" (through staging), "direct" (straight to pages), "measured" (not decided)"""
+    ring_bytes_per_s: _builtins.int
+    """bytes a second through staging, the copy out of it included"""
+    direct_bytes_per_s: _builtins.int
+    """bytes a second straight to the pages"""
+    def __init__(
+        self,
+        *,
+        agent_name: _builtins.str = ...,
+        chosen: _builtins.str = ...,
+        ring_bytes_per_s: _builtins.int = ...,
+        direct_bytes_per_s: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "chosen", b"chosen", "direct_bytes_per_s", b"direct_bytes_per_s", "ring_bytes_per_s", b"ring_bytes_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullPath: _TypeAlias = PullPath  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):
@@ -3105,6 +3149,7 @@ class MoverStatus(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     OUTSTANDING_FIELD_NUMBER: _builtins.int
     AGENT_STARTED_FIELD_NUMBER: _builtins.int
+    PULL_PATHS_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """name of its device"""
     pid: _builtins.int
@@ -3115,6 +3160,10 @@ class MoverStatus(_message.Message):
     """count of plans and pulls it carries"""
     agent_started: _builtins.bool
     """whether its NIXL agent runs"""
+    @_builtins.property
+    def pull_paths(self) -> _containers.RepeatedCompositeFieldContainer[Global___PullPath]:
+        """one a peer that something was pulled from since the mover started"""
+
     def __init__(
         self,
         *,
@@ -3123,10 +3172,11 @@ class MoverStatus(_message.Message):
         incarnation: _builtins.int = ...,
         outstanding: _builtins.int = ...,
         agent_started: _builtins.bool = ...,
+        pull_paths: _abc.Iterable[Global___PullPath] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_started", b"agent_started", "device", b"device", "incarnation", b"incarnation", "outstanding", b"outstanding", "pid", b"pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_started", b"agent_started", "device", b"device", "incarnation", b"incarnation", "outstanding", b"outstanding", "pid", b"pid", "pull_paths", b"pull_paths"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3813,18 +3863,24 @@ class TransfersReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSFERS_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferStatus]:
         """one a plan or pull, the most urgent and oldest first"""
+
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedCompositeFieldContainer[Global___PullPath]:
+        """one a peer: the way that chunks of its pulls take"""
 
     def __init__(
         self,
         *,
         transfers: _abc.Iterable[Global___TransferStatus] | None = ...,
+        paths: _abc.Iterable[Global___PullPath] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paths", b"paths", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

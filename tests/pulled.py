@@ -20,6 +20,7 @@ from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.nixl import ReadResult
+from kvmanager.transport.paths import PullPath
 from kvmanager.transport.pull_pipeline import RETRY_PAUSE_NS, PullPipeline, PullRequest
 
 POISON = 0xA5
@@ -105,7 +106,6 @@ class PeerReader:
 
     def read(self, peer, addresses, region_id, offsets, lengths, _deadline_ns):
         """See `Reader.read`."""
-        assert region_id == STAGING_REGION
         self.descriptors += len(addresses)
         source = int(peer)
         into = self.regions[region_id]
@@ -150,14 +150,18 @@ class Pulled:
     """Regions of a target, and the mover's pipeline over them. Its clock runs with its polls."""
 
     def __init__(
-        self, sources: Sequence[SourceMemory], sizes: dict[int, int], staging_bytes: int, seed: int, ahead: int = 1
-    ) -> None:
+        self, sources: Sequence[SourceMemory], sizes: dict[int, int], staging_bytes: int, seed: int, ahead: int = 1,
+        path: PullPath = PullPath.RING,
+    ) -> None:  # fmt: skip
         self.regions = RegionMap()
         for region, size in {STAGING_REGION: staging_bytes, **sizes}.items():
             self.regions.add(region, np.full(size, POISON, np.uint8))
         self.sources, self.staging_bytes, self.now = sources, staging_bytes, 0
         self.reader = PeerReader(sources, self.regions, random.Random(seed))
-        self.pipeline = PullPipeline(self.reader, self.regions, STAGING_REGION, lambda: self.now, ahead=ahead)
+        self.path = path
+        self.pipeline = PullPipeline(
+            self.reader, self.regions, STAGING_REGION, lambda: self.now, ahead=ahead, straight=True
+        )
 
     def submit(self, pull_id: int, source: int, targets: Sequence[TargetClass], chunk_pages: int, slot: int = 0) -> int:
         """Begins a pull, by way of the wire. The bytes of its message."""
@@ -169,7 +173,7 @@ class Pulled:
         )  # fmt: skip
         message = ring_to_proto(built).SerializeToString()
         ring = ring_from_proto(pb.Pull.FromString(message))
-        self.pipeline.submit(PullRequest(pull_id, str(source), b"", ring, 10**15))
+        self.pipeline.submit(PullRequest(pull_id, str(source), b"", ring, 10**15, path=self.path))
         return len(message)
 
     def run(self) -> dict[int, Completion]:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvmanager.core.checksums import PageSections, SumArray
 from kvmanager.core.plans import CopyPlan, PagedCopies
 from kvmanager.errors import InvalidArgument, KVError
+from kvmanager.transport.paths import PathRates
 from kvmanager.transport.runs import paged_bounds
 
 ByteArray = npt.NDArray[np.uint8]
@@ -38,6 +39,7 @@ class Completion:
     """The one terminal result of a plan. `moved_bytes` may be short unless DONE; `busy_ns`: time spent moving.
 
     `sums`: of a plan that is DONE and asked for them, uint64[pages, sections * SUM_WORDS].
+    `path`: of a pull, what is known of the ways from its peer.
     """
 
     plan_id: int
@@ -46,6 +48,7 @@ class Completion:
     busy_ns: int
     error: KVError | None = None
     sums: SumArray | None = None
+    path: PathRates | None = None
 
 
 class Executor(Protocol):

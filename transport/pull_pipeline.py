@@ -16,6 +16,10 @@ A read ends in staging and nowhere else, so one of unknown fate puts no page of 
 write, chunks of others are put elsewhere in the ring, and nothing more is read from that peer until it has ended.
 One peer gets three quarters of the ring at most, so one that hangs leaves room. Without a place that is left over,
 the pipeline is `exhausted`: only the end of the process makes an end of late bytes.
+
+Where the regions of the targets can be read into, and what is placed consists of long runs, a chunk may go straight
+to its places instead (`paths` says which way). It takes no staging then, and one of unknown fate leaves pages in doubt:
+its pull is of unknown fate too, and the pipeline `exhausted` at once.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 from kvmanager.errors import (
     ChecksumMismatch,
@@ -37,8 +41,10 @@ from kvmanager.errors import (
 )
 from kvmanager.killpoints import reach
 from kvmanager.transport.cpu import CpuExecutor
+from kvmanager.transport.direct_reads import JoinedReads, Reader, final_places
 from kvmanager.transport.executor import Completion, Executor, Outcome, RegionMap
-from kvmanager.transport.nixl import ReadResult, U64Array
+from kvmanager.transport.nixl import ReadResult
+from kvmanager.transport.paths import PullPath, PullPaths
 from kvmanager.transport.ring import RingPull
 from kvmanager.units import MILLISECOND_NS
 
@@ -48,32 +54,12 @@ RETRY_PAUSE_NS: Final = 20 * MILLISECOND_NS
 """Before the second; twice as long before the third."""
 
 
-class Reader(Protocol):
-    """What reads from peers (`NixlReader`; `PackedReads`, which has `read_packed` besides)."""
-
-    def add_peer(self, name: str, metadata: bytes) -> None:
-        """See `NixlReader.add_peer`."""
-
-    def read(
-        self, peer: str, addresses: U64Array, region_id: int, offsets: U64Array, lengths: U64Array, deadline_ns: int
-    ) -> int:
-        """See `NixlReader.read`."""
-
-    def read_packed(
-        self, peer: str, addresses: U64Array, region_id: int, offsets: U64Array, lengths: U64Array, deadline_ns: int
-    ) -> int:
-        """See `PackedReads.read_packed`."""
-
-    def poll(self) -> list[ReadResult]:
-        """See `NixlReader.poll`."""
-
-    def settled(self) -> list[int]:
-        """See `NixlReader.settled`."""
-
-
 @dataclass(frozen=True)
 class PullRequest:
-    """A pull from one agent. `deadline_ns`: time allowed from the first read on. `packed`: by the peer, before."""
+    """A pull from one agent. `deadline_ns`: time allowed from the first read on. `packed`: by the peer, before.
+
+    `path`: the way that is wanted, where there is more than one.
+    """
 
     pull_id: int
     agent_name: str
@@ -81,11 +67,12 @@ class PullRequest:
     ring: RingPull
     deadline_ns: int
     packed: bool = False
+    path: PullPath = PullPath.MEASURED
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Bytes [start, end) of staging, and the agent that they are read from."""
+    """Bytes [start, end) of staging, none for a straight read, and the agent that they are read from."""
 
     start: int
     end: int
@@ -109,6 +96,7 @@ class _Pull:
     """`next_chunk`: the first that was never read. `held`: chunks that hold staging, `rings`: where it puts them.
 
     `turned`: the request's ring by its first slot, where it was turned out of the way of late bytes.
+    `direct`: chunks on their way straight to their places. `spent`: (bytes, ns) of reading those in staging.
     """
 
     request: PullRequest
@@ -120,6 +108,8 @@ class _Pull:
     turned: dict[int, RingPull] = field(default_factory=dict)
     again: list[_Again] = field(default_factory=list)
     tries: dict[int, int] = field(default_factory=dict)
+    direct: set[int] = field(default_factory=set)
+    spent: dict[int, tuple[int, int]] = field(default_factory=dict)
     moved_bytes: int = 0
     busy_ns: int = 0
     ended: tuple[Outcome, KVError | None] | None = field(default=None)
@@ -133,6 +123,8 @@ class _Pull:
     def let_go(self, chunk: int) -> _Span:
         """The chunk holds its staging no longer."""
         del self.rings[chunk]
+        self.direct.discard(chunk)
+        self.spent.pop(chunk, None)
         return self.held.pop(chunk)
 
     @property
@@ -161,12 +153,16 @@ class PullPipeline:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         placer: Executor | None = None,
         ahead: int = 1,
+        straight: bool = False,
     ) -> None:
         """`placer`: copies out of staging, the pipeline's own; `CpuExecutor` when None.
 
         `ahead`: chunks of one pull in staging. Where a read blocks for its copy more than one is of no use.
+        `straight`: reads may end in any region.
         """
-        self._reader = reader
+        self._reader = JoinedReads(reader)
+        self._straight = straight
+        self._paths = PullPaths()
         self._regions = regions
         self._staging = staging_region
         self._clock_ns = clock_ns
@@ -184,7 +180,7 @@ class PullPipeline:
         self.retries = 0
         """Chunks read again so far."""
         self.exhausted = False
-        """Whether late bytes have left some pull without a place: the owner is to end its process."""
+        """Whether late bytes have left some pull without a place, or pages in doubt: the owner ends its process."""
 
     def submit(self, request: PullRequest) -> None:
         """Takes a pull. What is wrong with it comes back as its FAILED completion, before a byte moves.
@@ -238,8 +234,12 @@ class PullPipeline:
         pull, chunk = self._reading.pop(result.read_id)
         pull.moved_bytes += result.moved_bytes
         pull.busy_ns += result.busy_ns
+        straight = chunk in pull.direct
         if result.outcome is Outcome.UNKNOWN_FATE:
             self._quarantine[result.read_id] = pull.let_go(chunk)
+            if straight:
+                self.exhausted = True
+                pull.ended = (Outcome.UNKNOWN_FATE, result.error)
             pull.ended = pull.ended or (Outcome.FAILED, result.error)
         elif result.outcome is not Outcome.DONE:
             pull.let_go(chunk)
@@ -248,7 +248,20 @@ class PullPipeline:
             pull.let_go(chunk)
         else:
             reach("mover.pull.chunk_read")
-            self._place(pull, chunk)
+            pull.spent[chunk] = result.moved_bytes, result.busy_ns
+            if straight:
+                self._in_place(pull, chunk, 0)
+            else:
+                self._place(pull, chunk)
+
+    def _in_place(self, pull: _Pull, chunk: int, placing_ns: int) -> None:
+        """All bytes of a chunk are where they belong."""
+        reach("mover.pull.chunk_placed")
+        size_bytes, reading_ns = pull.spent[chunk]
+        path = PullPath.DIRECT if chunk in pull.direct else PullPath.RING
+        self._paths.note(pull.request.agent_name, path, size_bytes, reading_ns + placing_ns)
+        pull.let_go(chunk)
+        pull.placed += 1
 
     def _try_again(self, pull: _Pull, chunk: int, result: ReadResult) -> None:
         """A read failed and left nothing in flight: the same chunk once more, unless it was tried enough."""
@@ -291,11 +304,11 @@ class PullPipeline:
             except ChecksumMismatch as error:
                 self._fail(pull, chunk, error)
                 return
-        pull.let_go(chunk)
         if completion.outcome is Outcome.DONE:
-            reach("mover.pull.chunk_placed")
-            pull.placed += 1
-        elif completion.outcome is Outcome.UNKNOWN_FATE or pull.ended is None:
+            self._in_place(pull, chunk, completion.busy_ns)
+            return
+        pull.let_go(chunk)
+        if completion.outcome is Outcome.UNKNOWN_FATE or pull.ended is None:
             pull.ended = (completion.outcome, completion.error)
 
     def _start_one(self) -> bool:
@@ -313,6 +326,10 @@ class PullPipeline:
             if any(late.agent == agent for late in self._quarantine.values()):
                 pull.ended = (Outcome.FAILED, PeerUnreachable(f"agent {agent!r} hangs: reads from it are overdue"))
                 continue
+            if self._goes_straight(pull):
+                self._turn_over(pull_id)
+                self._start(pull, chunk, pull.request.ring, None)
+                return True
             ring = self._ring_for(pull, chunk)
             if ring is None:
                 self.exhausted = True
@@ -325,11 +342,22 @@ class PullPipeline:
             if any(span.overlaps(other) for other in taken):
                 taken.append(span)  # later pulls must not take what this one waits for
                 continue
-            self._turns.remove(pull_id)
-            self._turns.append(pull_id)
+            self._turn_over(pull_id)
             self._start(pull, chunk, ring, span)
             return True
         return False
+
+    def _turn_over(self, pull_id: int) -> None:
+        """The pull has had its turn."""
+        self._turns.remove(pull_id)
+        self._turns.append(pull_id)
+
+    def _goes_straight(self, pull: _Pull) -> bool:
+        """Whether the pull's next chunk goes to its places without staging, where what is known of it is compared."""
+        request = pull.request
+        if not self._straight or request.packed or request.ring.expected is not None:
+            return False
+        return self._paths.next(request.agent_name, request.path, request.ring.run_bytes) is PullPath.DIRECT
 
     def _has_its_share(self, ring: RingPull, span: _Span) -> bool:
         """Whether reads from the peer would take more than three quarters of the ring. One always may."""
@@ -359,7 +387,8 @@ class PullPipeline:
             )
         return pull.ended is not None
 
-    def _start(self, pull: _Pull, chunk: int, ring: RingPull, span: _Span) -> None:
+    def _start(self, pull: _Pull, chunk: int, ring: RingPull, span: _Span | None) -> None:
+        """`span`: the staging it holds; None: it goes straight to its places."""
         self._progressed = True
         request = pull.request
         if pull.again:
@@ -374,10 +403,14 @@ class PullPipeline:
             pull.next_chunk += 1
         if pull.deadline_ns is None:
             pull.deadline_ns = self._clock_ns() + request.deadline_ns
-        read = self._reader.read_packed if request.packed else self._reader.read
-        addresses, offsets, lengths = ring.reads(chunk)
-        read_id = read(request.agent_name, addresses, self._staging, offsets, lengths, pull.deadline_ns)
-        pull.held[chunk], pull.rings[chunk] = span, ring
+        if span is None:
+            pull.direct.add(chunk)
+            read_id = self._reader.read_places(request.agent_name, final_places(ring, chunk), pull.deadline_ns)
+        else:
+            read = self._reader.read_packed if request.packed else self._reader.read
+            addresses, offsets, lengths = ring.reads(chunk)
+            read_id = read(request.agent_name, addresses, self._staging, offsets, lengths, pull.deadline_ns)
+        pull.held[chunk], pull.rings[chunk] = span or _Span(0, 0, request.agent_name), ring
         self._reading[read_id] = pull, chunk
 
     def _end(self, pull: _Pull) -> Completion:
@@ -386,7 +419,8 @@ class PullPipeline:
         del self._pulls[pull_id]
         self._turns.remove(pull_id)
         outcome, error = pull.ended
-        return Completion(pull_id, outcome, pull.moved_bytes, pull.busy_ns, error)
+        path = self._paths.rates(pull.request.agent_name)
+        return Completion(pull_id, outcome, pull.moved_bytes, pull.busy_ns, error, path=path)
 
     # ------------------------------------------------------------------------------------- control
 

@@ -152,6 +152,16 @@ class RingPull:
         offsets = np.arange(start, end, self.page_bytes, dtype=np.uint64)
         return self.addresses[first:last], offsets, np.full(last - first, self.page_bytes, np.uint64)
 
+    def chunk_addresses(self, chunk: int) -> Int64Array:
+        """Where the chunk's pages are at the peer: int64[pages of the chunk]."""
+        first, last = self._pages(chunk)
+        return self.addresses[first:last].astype(np.int64)
+
+    @cached_property
+    def run_bytes(self) -> float:
+        """Mean length of the runs that the placement consists of; 0 without any."""
+        return self.placement.total_bytes / max(self.placement.runs, 1)
+
     def placed(self, chunk: int) -> CopyPlan:
         """The copies out of the chunk's place in staging."""
         first, last = self._pages(chunk)

@@ -371,3 +371,57 @@ def test_pulls_without_staging_are_refused(tmp_path):
         assert (completion.outcome, completion.error.reason) == (pb.Completion.FAILED, pb.NOT_READY)
         source.client.close()
         bare.close()
+
+
+def _kept(source, pull, targets):
+    """The same pull with pages that keep the source's order, so that whole sections are runs."""
+    copies = []
+    for layout, region, pages in targets:
+        spans = [SpanRun(0, TokenOrder(8, 1), (50,), np.arange(24))]
+        target = SpanRun(0, TokenOrder(8, 1), (region,), pages[:24])
+        copies += copy_spans(source.LAYOUT, layout, spans, [target], 3 * 128)
+    pull.placement.CopyFrom(plan_to_proto(CopyPlan(0, Purpose.PLACE, tuple(copies))))
+    return pull
+
+
+@pytest.mark.parametrize("transports", ["tcp,cma,self", "tcp,self"])
+def test_chunks_go_straight_to_their_pages_and_the_faster_way_is_found(tmp_path, transports):
+    with two_movers(tmp_path, "--ucx-transports", transports) as (source, target, _):
+        places, found = target.places(0, seed=3), {}
+        for pull_id, path in enumerate(("ring", "direct", *4 * ["measured"]), start=1):
+            target.client.memory[60][:] = target.client.memory[70][:] = POISON
+            pull = _kept(source, source.pull(pull_id, places, slots=3), places)
+            pull.path = path
+            target.client.link.pull(pull)
+            done = target.client.completions(1)[pull_id]
+            assert done.outcome == pb.Completion.DONE, done
+            bytes_now = [target.client.memory[region].copy() for region in (60, 70)]
+            for was, now in zip(found.setdefault("bytes", bytes_now), bytes_now, strict=True):
+                assert np.array_equal(was, now)
+            if path == "ring":
+                target.client.memory[50][:] = POISON
+            elif path == "direct":
+                assert (target.client.memory[50] == POISON).all(), "staging is not touched"
+        assert done.path.agent_name == source.agent.agent_name
+        assert done.path.chosen in ("ring", "direct")
+        assert min(done.path.ring_bytes_per_s, done.path.direct_bytes_per_s) > 0
+
+
+def test_a_peer_that_hangs_while_it_is_read_straight_into_pages_ends_the_mover(tmp_path):
+    """Its late bytes would land in pages, so the pages are in doubt until the mover's process is gone."""
+    with (
+        running(tmp_path / "prefill", "--ucx-transports", "tcp,self") as (source_process, source_path),
+        running(tmp_path / "decode", "--ucx-transports", "tcp,self") as (mover, target_path),
+    ):
+        source, target = Source(source_path, seed=5), Target(target_path)
+        places = _pulled_once(source, target)
+        source_process.send_signal(signal.SIGSTOP)
+        pull = _kept(source, source.pull(2, places, slots=3, deadline_ns=SECOND_NS), places)
+        pull.path = "direct"
+        target.client.link.pull(pull)
+        late = target.client.completions(1)[2]
+        assert (late.outcome, late.error.reason) == (pb.Completion.UNKNOWN_FATE, pb.TRANSFER_TIMEOUT)
+        assert mover.wait(WAIT_S) == 0
+        source_process.send_signal(signal.SIGCONT)
+        source.client.close()
+        target.client.close()

@@ -203,7 +203,7 @@ def test_log_level_and_configuration(served: Node) -> None:
 
 
 def test_transfers_and_top(served: Node) -> None:
-    assert ask(served, "transfers") == {"transfers": []}
+    assert ask(served, "transfers") == {"transfers": [], "paths": []}
     line = json.loads(call(served, "top", "--count", "1", "--every", "0.2", "--json"))
     assert line["ledger_ok"]
     assert set(line["pools"]) == {f"{GROUP}/hbm", f"{GROUP}/host"}

@@ -14,6 +14,7 @@ from kvmanager.core.spanplans import SpanRun
 from kvmanager.errors import KVError, NotReady, PeerUnreachable, StalePage, TransferFailed, UnknownLease
 from kvmanager.geometry import TokenOrder
 from kvmanager.handoff import Handoffs, check_same
+from kvmanager.moverconfig import MoverSection
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import layout_to_proto, pack_u32, pack_u64
 from tests.sim.worlds import RANKS, Regions, hisparse, sharded
@@ -38,7 +39,7 @@ class Source:
         answer = self.accepted() if method == "Accept" else self.answers[method]
         if isinstance(answer, KVError):
             raise answer
-        return answer
+        return answer() if callable(answer) else answer
 
     def accepted(self, pages=tuple(range(PAGES)), generations=(1,) * PAGES, incarnation=7, final=True):
         spans = pb.SpanRun(
@@ -83,7 +84,7 @@ class Bench:
         group = hisparse(regions, "d", 60, 60)
         self.posted: queue.Queue = queue.Queue()
         self.source, self.mover = Source(chain), HandMover()
-        self.handoffs = Handoffs("us", {"d": group}, 1 << 16, 1 << 13, self.posted.put)
+        self.handoffs = Handoffs("us", {"d": group}, MoverSection(staging_bytes=1 << 16, chunk_bytes=1 << 13), self.posted.put)
         self.handoffs._peers.close()
         self.handoffs._peers = self.source
         self.handoffs.use(self.mover)
@@ -133,6 +134,22 @@ def test_how_it_ended_counts_more_than_why_it_was_given_up(bench, fate):
     bench.mover.cancelled.get(timeout=WAIT_S)
     bench.end(fate, TransferFailed("late"), part)
     assert bench.result().outcome is fate
+
+
+@pytest.mark.parametrize("fate", [CopyOutcome.CANCELLED, CopyOutcome.UNKNOWN_FATE])
+def test_after_an_error_of_our_own_the_mover_says_whether_bytes_may_come_late(bench, fate):
+    """Without its word the pages would be in quarantine until the mover ends, which nobody asks it to."""
+    part = bench.mover.pulls.get(timeout=WAIT_S)
+
+    def break_off():
+        raise ValueError("not a KVError")
+
+    bench.source.answers["Check"] = break_off
+    assert bench.mover.cancelled.get(timeout=WAIT_S) == part
+    assert bench.posted.empty(), "its read is still in flight"
+    bench.end(fate, part=part)
+    expected = fate if fate is CopyOutcome.UNKNOWN_FATE else CopyOutcome.FAILED
+    assert bench.result().outcome is expected
 
 
 @pytest.mark.parametrize("silence", [PeerUnreachable("cut"), NotReady("restarting")])
