@@ -38,8 +38,8 @@ WINDOW_BYTES: Final = 160 * MIB
 WINDOW_PIECES: Final = 32
 SMALL_COPY_BYTES: Final = 32 * KIB
 """Copies smaller than this each, in sets of some, are the kernel's. Measured on an H200 with permuted pages: short
-rows alone by the kernel, 34 GB/s, a decode loop beside it 1% slower; nothing by it, 12; everything by it, 40, but
-the loop 2.4 times slower, since two processes' kernels take turns."""
+rows alone by the kernel, 39 GB/s; nothing by it, 12; everything by it, 40 and more, but then a decode loop of another
+process took 2.4 times as long, since two processes' kernels take turns."""
 _LEAST_LAUNCH: Final = 16
 
 

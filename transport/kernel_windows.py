@@ -3,7 +3,8 @@
 A GPU runs the kernels of one process at a time: to run a kernel of the mover it leaves the engine's, waits for what
 runs to end, and comes back. On an H200 that costs the engine about 0.4 ms whatever the kernel does, so 250 small
 launches a second took 10 % of a decode loop's time and 500 took 22 %. Launched one behind the other they cost that
-once. Copies by the copy engines cost nothing of the kind.
+once. Copies by the copy engines cost nothing of the kind. With a window every 16 ms the loop took 1.8 % longer beside
+offload at full speed with checksums of all pages (5.8 % without windows), 5.2 % beside permuted offload (22 %).
 """
 
 from __future__ import annotations
