@@ -252,10 +252,6 @@ def _lookup(node: Node, engine_name: str, request: pb.LookupRequest) -> pb.Looku
     for chain in group.chains:
         match = chain.index.match(request.keys, segments, engine.namespace)
         cached = min(cached, match.segments + match.donor_segments)
-        resident = 0
-        for row in match.spans:
-            if not chain.device_ready(row):
-                break
-            resident += int(chain.table.segments[row])
-        device = min(device, resident)
+        resident = match.rows[: chain.device_ready(match.rows)]
+        device = min(device, int(chain.table.segments[resident].sum()))
     return pb.LookupReply(device_tokens=min(device, cached) * rows, cached_tokens=cached * rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -141,26 +142,23 @@ def _progress(rows: pb.RequestVector, namespace: pb.Namespace) -> tuple[Progress
     for name, column in columns.items():
         if len(column) != len(ids):
             raise InvalidArgument(f"requests.{name} has {len(column)} entries for {len(ids)} request_ids")
-    counts = columns["new_key_counts"].astype(np.int64)
-    total = int(counts.sum())
+    capacity, committed, rejected, counts = (column.tolist() for column in columns.values())
+    total = sum(counts)
     width, rest = divmod(len(rows.new_keys), total) if total else (0, len(rows.new_keys))
     if rest:
         raise InvalidArgument(f"requests.new_keys has {len(rows.new_keys)} bytes for {total} keys")
-    ends = np.cumsum(counts) * width
     check_token_ids(namespace, rows.new_keys, rows.token_ids, "requests.token_ids")
-    ids_bytes = namespace.key_tokens * 4 if namespace.token_ids else 0
-    id_ends = np.cumsum(counts) * ids_bytes
-    return tuple(
-        Progress(
-            int(ids[i]),
-            int(columns["capacity_tokens"][i]),
-            int(columns["committed_tokens"][i]),
-            int(columns["rejected_tokens"][i]),
-            rows.new_keys[int(ends[i] - counts[i] * width) : int(ends[i])],
-            rows.token_ids[int(id_ends[i] - counts[i] * ids_bytes) : int(id_ends[i])],
-        )
-        for i in range(len(ids))
-    )
+    keys = _pieces(rows.new_keys, counts, width)
+    token_ids = _pieces(rows.token_ids, counts, namespace.key_tokens * 4 if namespace.token_ids else 0)
+    return tuple(map(Progress, ids.tolist(), capacity, committed, rejected, keys, token_ids))
+
+
+def _pieces(packed: bytes, counts: list[int], width: int) -> Iterable[bytes]:
+    """`counts[i]` values of `width` bytes for each i, one after the other."""
+    if not width:
+        return [b""] * len(counts)
+    ends = list(itertools.accumulate((count * width for count in counts), initial=0))
+    return [packed[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _open(entry: pb.OpenRequest, namespace: pb.Namespace) -> Open:

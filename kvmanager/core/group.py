@@ -147,9 +147,10 @@ class Chain:
         self.table.unpin(rows)
         self.release_unused(rows)
 
-    def device_ready(self, row: int) -> bool:
-        """Every class has a complete device copy."""
-        return bool((self.table.copies[:, DEVICE, row] == READY).all())
+    def device_ready(self, rows: RowArray) -> int:
+        """How many of the leading rows have a complete device copy of every class."""
+        lacking = (self.table.copies[:, DEVICE, rows] != READY).any(axis=0)
+        return int(lacking.argmax()) if lacking.any() else len(rows)
 
 
 @dataclass(frozen=True)

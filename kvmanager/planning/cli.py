@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
@@ -17,6 +18,7 @@ from kvmanager.planning.plan import ModePlan, Plan, make_plan
 from kvmanager.simulation.rates import link_rates
 from kvmanager.units import format_bytes, parse_bytes
 
+CAPTION = "pages: of a rank. onboard, NIC, NVLink: seconds to load one from the host, to hand it over by a link."
 LENGTHS = (142_000, 256_000, 1_048_576)
 
 
@@ -69,9 +71,10 @@ def render(made: Plan) -> RenderableType:
         f"{made.model}, {made.token_bytes:,} B a token: {machine.gpus} GPUs with {format_bytes(machine.hbm_bytes)} "
         f"each for pages, {format_bytes(machine.host_bytes)} of host memory"
     )
-    table = Table(title=title, title_justify="left")
-    for name in ("mode", "longest", "pages a rank", "tokens", "at once", "cached", "onboard s", "NIC s", "NVLink s"):
-        table.add_column(name, justify="left" if name == "mode" else "right")
+    table = Table(title=title, caption=CAPTION, box=SIMPLE_HEAD, padding=0)
+    table.title_justify = table.caption_justify = "left"
+    for name in ("mode", "longest", "pages", "tokens", "at once", "cached", "onboard", "NIC", "NVLink"):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for plan_ in made.modes:
         for row in _rows(plan_):
             table.add_row(*row)

@@ -225,3 +225,16 @@ def test_the_table_names_every_mode() -> None:
     result = CliRunner().invoke(app, asked, env={"COLUMNS": "150"})
     assert result.exit_code == 0, result.output
     assert all(mode.value in result.stdout for mode in Mode)
+
+
+def test_at_80_columns_no_figure_is_cut() -> None:
+    plain = json.loads(CliRunner().invoke(app, ["plan", "--json"]).stdout)
+    shown = CliRunner().invoke(app, ["plan"], env={"COLUMNS": "80"}).stdout
+    assert "\u2026" not in shown
+    words = shown.split()
+    for mode in plain["modes"]:
+        assert mode["mode"] in words
+        assert f"{mode['longest_tokens']:,}" in words
+        for length in mode["lengths"]:
+            assert {f"{length['tokens']:,}", str(length["at_once"]), f"{length['onboard_s']:.3f}"} <= set(words)
+    assert max(map(len, shown.splitlines())) <= 80
