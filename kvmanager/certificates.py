@@ -19,7 +19,7 @@ import grpc
 
 from kvmanager.errors import ConfigError, KVError, PeerUnreachable, Unauthorized
 from kvmanager.operationsconfig import UNIX
-from kvmanager.securityconfig import TlsSection, is_plain
+from kvmanager.securityconfig import PeerSection, TlsSection, is_plain
 
 DIAGNOSIS_S: Final = 3.0
 _ROUNDS: Final = 8
@@ -31,6 +31,14 @@ class _Pem(NamedTuple):
     key: bytes
     certificate: bytes
     ca: bytes
+
+
+class CertificateFacts(NamedTuple):
+    """What a certificate says: the name that other nodes know its owner by, if any; hosts that it is for; its end."""
+
+    caller: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    valid_until: str = ""
 
 
 class Certificates:
@@ -70,14 +78,35 @@ class Certificates:
     def _prove(self) -> None:
         """A handshake with ourselves: the key is the certificate's, and the CA signed it; it is valid, both ways."""
         try:
-            server, client = self.server_context(), self.client_context()
-            client.check_hostname = False
-            _handshake(server, client)
+            self._meet_ourselves()
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
                 f"[tls]: {self._section.certificate_file} can't be used with {self._section.key_file} and "
                 f"{self._section.ca_file}: {_reason(error)}"
             ) from error
+
+    def _meet_ourselves(self, host: str = "") -> dict[str, Any]:
+        """What a server learns of our certificate; `host`: the name that a client has for us. Raises SSLError."""
+        server, client = self.server_context(), self.client_context()
+        client.check_hostname = bool(host)
+        return _handshake(server, client, host)
+
+    def facts(self) -> CertificateFacts:
+        """What our certificate says."""
+        seen = self._meet_ourselves()
+        common = [value for part in seen.get("subject", ()) for key, value in part if key == "commonName"]
+        others = seen.get("subjectAltName", ())
+        hosts = tuple(value for _, value in others)
+        callers = tuple(common or [value for kind, value in others if kind == "DNS"])
+        return CertificateFacts(callers[:1], hosts, str(seen.get("notAfter", "")))
+
+    def is_for(self, host: str) -> bool:
+        """Whether others who call this host take our certificate for its."""
+        try:
+            self._meet_ourselves(host)
+        except ssl.SSLCertVerificationError:
+            return False
+        return True
 
     def _fresh(self) -> _Pem:
         """What is in the files now, if it can be used."""
@@ -175,11 +204,11 @@ def _server_configuration(pem: _Pem) -> Any:
     return grpc.ssl_server_certificate_configuration([(pem.key, pem.certificate)], pem.ca)
 
 
-def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """In memory. Raises SSLError."""
+def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> dict[str, Any]:
+    """In memory; the client's certificate as the server sees it. Raises SSLError."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
-        client.wrap_bio(to_client, to_server, server_side=False),
+        client.wrap_bio(to_client, to_server, server_side=False, server_hostname=host or None),
         server.wrap_bio(to_server, to_client, server_side=True),
     ]
     waiting = list(ends)
@@ -192,10 +221,32 @@ def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
                 continue
     if waiting:
         raise ssl.SSLError("the handshake does not end")
+    return dict(ends[1].getpeercert() or {})
 
 
 def _reason(error: BaseException) -> str:
     return getattr(error, "verify_message", "") or getattr(error, "strerror", "") or str(error)
+
+
+def look_at(tls: TlsSection, peer: PeerSection) -> tuple[CertificateFacts, list[str]]:
+    """What the configured files say, and why the node could not be used with them; nothing where there are none."""
+    if not tls.present:
+        return CertificateFacts(), []
+    try:
+        certificates = Certificates(tls)
+    except ConfigError as error:
+        return CertificateFacts(), [str(error)]
+    facts, problems = certificates.facts(), []
+    if peer.listen:
+        key = "address" if peer.address else "listen"
+        where = getattr(peer, key)
+        host = where.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        if not certificates.is_for(host):
+            known = ", ".join(facts.hosts) or "no host"
+            problems.append(f"[peer] {key}: {tls.certificate_file} is for {known}, not for {host}: others refuse it")
+        if not facts.caller:
+            problems.append(f"[tls] certificate_file: {tls.certificate_file} has neither a common name nor a DNS name")
+    return facts, problems
 
 
 def http_tls(certificates: Certificates | None, listen: str) -> Callable[[], ssl.SSLContext] | None:

@@ -119,6 +119,7 @@ class Daemon:
         self._watch = Watch(
             config.node.name, config.health, config.metrics, config.lease.grace_ns,
             self._node.state.counters, lambda: self.state, http_tls(self._certificates, config.metrics.listen),
+            None if keeper is None else keeper.alive,
         )  # fmt: skip
         self._streams = KvStreams(config, self._node, self._boot_id, self._fail)
         self._loop = OwnerLoop(self._node, self._regions, self._perform, self._fail, self._journal, self._applied)

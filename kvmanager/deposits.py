@@ -8,6 +8,7 @@ The daemon (`kvmanager.keeperlink`) asks, the keeper answers, one frame each way
                                         {"op": "held", "name": N, "size": BYTES} + 1 descriptor
     {"op": "state", "state": S}         for operators           -> {"op": "state"}
     {"op": "leave", "code": C}          the daemon's exit code  -> {"op": "leave"}
+    {"op": "alive", "every_ms": MS}     its core makes progress -> {"op": "alive"}
 
 A daemon that outlived its keeper gives the next one everything: {"op": "return"}, its deposits, {"op": "returned"}.
 What the new keeper had from elsewhere (systemd's store) and was not among them is forgotten then.
@@ -63,7 +64,8 @@ class DepositBox:
     """Holds the descriptors and serves one daemon at a time.
 
     `exit_code`: what the daemon said that it will end with; None while it has not. `daemon_state`: how it does,
-    "" while it has not said.
+    "" while it has not said. `alive`: when (monotonic, s) it last made progress, and how often it says so (s); None
+    while it has not said.
     """
 
     def __init__(self, store: Store, on_state: Callable[[str], None]) -> None:
@@ -75,6 +77,7 @@ class DepositBox:
         self._reader = FrameReader(MAX_JSON_BYTES)
         self.exit_code: int | None = None
         self.daemon_state = ""
+        self.alive: tuple[float, float] | None = None
 
     def __len__(self) -> int:
         return len(self._held)
@@ -94,7 +97,7 @@ class DepositBox:
         self._reader.close()
         self._reader = FrameReader(MAX_JSON_BYTES)
         self._unreturned = None
-        self.exit_code, self.daemon_state = None, ""
+        self.exit_code, self.daemon_state, self.alive = None, "", None
 
     def take_back(self, deposits: Sequence[Deposit]) -> None:
         """Begins with what was held in a life before; the store has it already. A name that comes twice is lost."""
@@ -163,14 +166,22 @@ class DepositBox:
                 for name in self._unreturned or ():
                     self._drop(name)
                 self._unreturned = None
+            case _:
+                self._note(payload)
+        send_json(channel, {"op": payload["op"]})
+
+    def _note(self, payload: Mapping[str, Any]) -> None:
+        """What the daemon says of itself."""
+        match payload:
             case {"op": "state", "state": str(state)}:
                 self.daemon_state = state
                 self._on_state(self.daemon_state)
+            case {"op": "alive", "every_ms": int(every_ms)}:
+                self.alive = time.monotonic(), every_ms / 1000
             case {"op": "leave", "code": int(code)}:
                 self.exit_code = code
             case _:
                 raise InvalidArgument(f"unknown request with keys {sorted(payload)}, op {payload.get('op')!r}")
-        send_json(channel, {"op": payload["op"]})
 
     def _send_all(self, channel: socket.socket) -> None:
         send_json(channel, {"op": "reclaim", "count": len(self._held)})

@@ -9,6 +9,7 @@ from typing import Any
 from kvmanager import lockfile
 from kvmanager.allocators.backing import host_room
 from kvmanager.allocators.cuda_driver import call, device_handle, device_ordinal
+from kvmanager.certificates import look_at
 from kvmanager.config import NodeConfig
 from kvmanager.errors import ConfigError, DeviceError
 from kvmanager.groups import plan_memory
@@ -26,6 +27,7 @@ class HostFit:
     host_limit: what says how much host memory is left. device_total_bytes: 0 on a node without a GPU, and where it is
     not known. regions: pieces of memory, a descriptor each. clients: processes that may be attached at one time with
     the descriptors that are left. running_pid: the keeper of a node that runs on this runtime_dir already, 0 for none.
+    certificate_hosts, certificate_until: what this node's certificate is for, and its end; nothing without one.
     problems: why `kvmanager serve` would refuse; empty when it would not.
     """
 
@@ -38,11 +40,14 @@ class HostFit:
     regions: int
     clients: int
     running_pid: int
+    certificate_hosts: tuple[str, ...]
+    certificate_until: str
     problems: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {**asdict(self), "problems": list(self.problems), "fits": not self.problems}
+        lists = {"certificate_hosts": list(self.certificate_hosts), "problems": list(self.problems)}
+        return {**asdict(self), **lists, "fits": not self.problems}
 
 
 def fit_here(config: NodeConfig) -> HostFit:
@@ -65,6 +70,8 @@ def fit_here(config: NodeConfig) -> HostFit:
         else:
             if device_bytes > total:
                 problems.append(f"device {config.node.device} has {total} bytes; {device_bytes} are needed")
+    certificate, unusable = look_at(config.tls, config.peer)
+    problems += unusable
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     return HostFit(
         sum(region.size_bytes for region in regions) - device_bytes,
@@ -76,5 +83,7 @@ def fit_here(config: NodeConfig) -> HostFit:
         len(regions),
         max(descriptors - len(regions), 0) // FDS_A_CLIENT,
         lockfile.holder(config.node.runtime_dir / KEEPER_LOCK) or 0,
+        certificate.hosts,
+        certificate.valid_until,
         tuple(problems),
     )

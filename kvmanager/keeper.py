@@ -124,7 +124,8 @@ class Keeper:
 
     def _due_s(self) -> float | None:
         times = [self._channel.connect_at_s] if self._daemon.running else []
-        times += [self._spare.start_at_s, self._systemd.watchdog(), *(child.restart_at_s for child in self._children)]
+        times += [self._spare.start_at_s, self._systemd.watchdog(self._daemon, self._box.alive)]
+        times += [child.restart_at_s for child in self._children]
         return min((t for t in times if t is not None), default=None)
 
     def _do_what_is_due(self) -> None:

@@ -36,6 +36,7 @@ class KeeperLink:
         self._channel.settimeout(_ANSWER_TIMEOUT_S)
         self._held: dict[str, Deposit] = {}  # our own duplicates
         self._state = "starting"
+        self._unheard = False  # the keeper is of a version that takes no signs of life
         self._listener: socket.socket | None = None
         self._path: Path | None = None
         self._wake_source, self._wake_target = socket.socketpair()
@@ -87,6 +88,16 @@ class KeeperLink:
         with self._lock:
             self._state = state
             self._tell_if_there({"op": "state", "state": state})
+
+    def alive(self, every_ms: int) -> None:
+        """Tells the keeper that the core makes progress, and that it will hear so again within `every_ms`."""
+        with self._lock:
+            try:
+                if not self._unheard:
+                    self._tell_if_there({"op": "alive", "every_ms": every_ms})
+            except DaemonError as error:
+                self._unheard = True
+                _log.warning("the keeper takes no signs of life, upgrade it: %s", error)
 
     def leave(self, exit_code: int) -> None:
         """Tells the keeper what this process ends with, and closes the link."""
@@ -202,7 +213,7 @@ class KeeperLink:
         connection.settimeout(_ANSWER_TIMEOUT_S)
         with self._lock:
             self._lose_channel()
-            self._channel = connection
+            self._channel, self._unheard = connection, False
             try:
                 self._return_all()
             except KVError as error:

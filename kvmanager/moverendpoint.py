@@ -11,6 +11,7 @@ import logging
 import os
 import selectors
 import socket
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -140,13 +141,8 @@ class MoverEndpoint:
             return
         try:
             connection.writer.flush(connection.socket)
-            frames = connection.reader.receive(connection.socket)
-            for number, frame in enumerate(frames):
-                if connection not in self._connections:
-                    for late in frames[number:]:
-                        late.close()
-                    return
-                self._take(connection, frame)
+            if not self._take_all(connection, deque(connection.reader.receive(connection.socket))):
+                return
             if connection.reader.ended:
                 self._drop(connection)
             else:
@@ -154,6 +150,16 @@ class MoverEndpoint:
         except (KVError, DecodeError) as error:
             _log.warning("closed connection %d: %s: %s", connection.number, type(error).__name__, error)
             self._drop(connection)
+
+    def _take_all(self, connection: _Connection, frames: deque[Frame]) -> bool:
+        """Obeys them in order; whether the connection is still there. Frames behind its end are closed."""
+        try:
+            while frames and connection in self._connections:
+                self._take(connection, frames.popleft())
+        finally:
+            for late in frames:
+                late.close()
+        return connection in self._connections
 
     def _watch(self, connection: _Connection) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.writer else 0)

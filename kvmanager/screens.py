@@ -244,6 +244,8 @@ def machine_screen(fit: HostFit) -> RenderableType:
     lines = [f"{fit.regions:,} regions; room for {fit.clients:,} attached processes by the limit of descriptors"]
     if fit.running_pid:
         lines.append(f"a node runs there now (keeper {fit.running_pid}): what it holds is not counted as available")
+    if fit.certificate_until:
+        lines.append(f"certificate for {', '.join(fit.certificate_hosts)}, valid until {fit.certificate_until}")
     lines += [f"does not fit: {problem}" for problem in fit.problems] or ["fits"]
     return Group("", table, Text("\n".join(lines)))
 

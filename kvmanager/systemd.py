@@ -11,10 +11,11 @@ import array
 import logging
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import MutableMapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from kvmanager.deposits import Deposit
 
@@ -53,6 +54,16 @@ def stored_deposits(environment: MutableMapping[str, str]) -> list[Deposit]:
     return deposits
 
 
+class Watched(Protocol):
+    """The daemon's process; pid is 0 while there is none."""
+
+    pid: int
+
+    def tell(self, number: signal.Signals) -> None:
+        """Sends it a signal."""
+        ...
+
+
 class Systemd:
     """The service manager above this process, or nobody. It failing to listen never fails us."""
 
@@ -64,6 +75,7 @@ class Systemd:
         if "WATCHDOG_USEC" in environment and environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid()):
             self._period_s = int(environment["WATCHDOG_USEC"]) / 2e6  # half of what systemd waits, as it advises
         self._next_s = time.monotonic()
+        self._aborted = 0  # pid of a daemon that stood still
 
     def say(self, *assignments: str, fds: Sequence[int] = ()) -> None:
         """Sends `NAME=value` lines in one datagram, with descriptors."""
@@ -87,13 +99,26 @@ class Systemd:
         """Takes it out again."""
         self.say("FDSTOREREMOVE=1", f"FDNAME={_name(deposit)}")
 
-    def watchdog(self) -> float | None:
-        """Says that we live, if it is time; when (monotonic, s) to call again, None for never."""
+    def watchdog(self, daemon: Watched, alive: tuple[float, float] | None) -> float | None:
+        """Says that we live, if it is time and the daemon makes progress; when (monotonic, s) to call again, or never.
+
+        One that stands still is aborted once: it would outlive the keeper that systemd ends in its stead. `alive`: when
+        (monotonic) it last said that it makes progress, and how often it does (s); None while it has not come so far.
+        """
         if self._period_s is None:
             return None
-        if time.monotonic() >= self._next_s:
+        now = time.monotonic()
+        if now < self._next_s:
+            return self._next_s
+        self._next_s = now + self._period_s
+        silent_s = 0.0 if alive is None or not daemon.pid else now - alive[0]
+        if alive is None or silent_s <= max(self._period_s, 2 * alive[1]):
             self.say("WATCHDOG=1")
-            self._next_s = time.monotonic() + self._period_s
+        elif self._aborted != daemon.pid:
+            self._aborted = daemon.pid
+            _log.error("the daemon, pid %d, makes no progress for %.1f s: aborting it", daemon.pid, silent_s)
+            self.say(f"STATUS=the daemon made no progress for {silent_s:.0f} s and was aborted")
+            daemon.tell(signal.SIGABRT)
         return self._next_s
 
 

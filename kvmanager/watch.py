@@ -66,8 +66,13 @@ class Watch:
         counters: Mapping[str, int],
         state: Callable[[], str],
         tls: Tls = None,
+        on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        """`state()`: starting, serving or draining. `tls`: for HTTP. Raises ConfigError when it can't listen."""
+        """`state()`: starting, serving or draining. `tls`: for HTTP. Raises ConfigError when it can't listen.
+
+        `on_progress(every_ms)` is called while the core makes progress, at least so often.
+        """
+        self._on_progress = on_progress
         self._limits = limits
         self._name = node
         self._state = state
@@ -156,6 +161,12 @@ class Watch:
             if self._state() == SERVING:
                 self._probe()
                 self.tell()
+            elif self.alive():  # it drains
+                self._progresses()
+
+    def _progresses(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(self._limits.probe_ms + self._limits.core_ms)
 
     def _probe(self) -> None:
         assert self._loop is not None
@@ -167,6 +178,8 @@ class Watch:
             seen = None
         sight = Sight(time.monotonic_ns(), seen, _ns(self._loop.tick_age_s), _ns(self._mover.pong_age_s))
         problems = self._health.judge(sight)
+        if seen is not None and "core" not in problems:
+            self._progresses()
         with self._lock:
             self._problems = problems
 

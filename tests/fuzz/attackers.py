@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import socket
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,7 @@ from kvmanager.access import ROLES
 from kvmanager.clients.attach import Attachment, attach, grpc_channel
 from kvmanager.clients.engine import EngineClient
 from kvmanager.errors import KVError
+from kvmanager.moverlink import mover_socket
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import ATTACH_SOCKET, GRPC_SOCKET
 from kvmanager.wire import pack_u32, pack_u64, unpack_u32
@@ -96,6 +98,24 @@ class Attackers:
                 channel.shutdown(socket.SHUT_WR)
                 _until_closed(channel)
         return "http2"
+
+    def bytes_at_the_mover(self, dice: random.Random) -> str:
+        """What no daemon sends: no frame, no command, or one of a boot that never was."""
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.settimeout(PATIENCE_S)
+            channel.connect(os.fspath(mover_socket(self._dir, "cpu")))
+            data = dice.randbytes(dice.randrange(1, 400))
+            if dice.random() < 0.7:
+                message = pb.MoverCommand()
+                noise.fill(dice, message, self._known)
+                message.boot_id = 0
+                payload = message.SerializeToString() if dice.random() < 0.7 else data
+                data = struct.pack("<II", len(payload), 0) + payload
+            with contextlib.suppress(OSError):
+                channel.sendall(data)
+                channel.shutdown(socket.SHUT_WR)
+                _until_closed(channel)
+        return "mover's door"
 
     # ------------------------------------------------------------------------------- calls
 

@@ -58,7 +58,8 @@ def main() -> int:
     first, count, end_s = int(sys.argv[3]), int(sys.argv[4]), time.monotonic() + float(sys.argv[5])
     engine = _Engine(runtime_dir)
     attackers = Attackers(runtime_dir, lambda: engine.client, lambda: engine.channel, KNOWN)
-    calls, doors = (attackers.any_call, attackers.step), (attackers.bytes_at_the_door, attackers.bytes_at_grpc)
+    calls = (attackers.any_call, attackers.step)
+    doors = (attackers.bytes_at_the_door, attackers.bytes_at_grpc, attackers.bytes_at_the_mover)
     answers: Counter[str] = Counter()
     for number in range(first, first + count):
         if time.monotonic() > end_s:

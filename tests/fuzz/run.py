@@ -11,10 +11,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.fuzz.mover import under_fire
 from tests.integration import nodes_support as nodes
 
 BATCH = 400
 """Most blows of one process, which holds places of the attach socket until it ends."""
+MOVER_BATCH = 200
+"""Blows on a mover after each of them."""
 HANGS_S = 180.0
 """A batch that is not over so long after its time has met a call that never ends."""
 FDS_SPARE = 16
@@ -35,7 +38,10 @@ class Outcome:
 def fuzz(directory: Path, seed: int, seconds: float, blows: int = 0) -> Outcome:
     """Runs for `seconds`, or, if given, `blows`. Raises AssertionError for what the daemon must not do."""
     outcome = Outcome(seed)
-    with nodes.node(directory, "fuzz", nodes.prefill_toml, pages=64) as running:
+    with (
+        nodes.node(directory, "fuzz", nodes.prefill_toml, pages=64) as running,
+        under_fire(directory / "mover", seed) as fire,
+    ):
         before = nodes.prefill_engine(running.runtime_dir, "before")
         nodes.run_request(before, 1, nodes.tokens_of(1, 2 * nodes.SPAN), 1)
         before.close()
@@ -46,6 +52,7 @@ def fuzz(directory: Path, seed: int, seconds: float, blows: int = 0) -> Outcome:
         left = seconds
         while left > 0 if not blows else outcome.blows < blows:
             _batch(running, outcome, min(BATCH, blows - outcome.blows) if blows else BATCH, left if not blows else 1e6)
+            outcome.answers.update(fire.volley(min(MOVER_BATCH, blows or MOVER_BATCH)))
             _check(running, daemon)
             left = seconds - (time.monotonic() - began)
         outcome.seconds = time.monotonic() - began
@@ -56,6 +63,7 @@ def fuzz(directory: Path, seed: int, seconds: float, blows: int = 0) -> Outcome:
             lambda: f"{_descriptors(daemon)} descriptors, {started} at first",
         )
         _check(running, daemon)
+    outcome.blows += fire.blows
     return outcome
 
 

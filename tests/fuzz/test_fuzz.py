@@ -16,3 +16,5 @@ def test_noise_breaks_nothing(tmp_path: Path) -> None:
     outcome = fuzz(tmp_path, seed, SECONDS)
     assert outcome.blows > 20, outcome
     assert any(answer.endswith(" OK") for answer in outcome.answers), outcome.answers
+    for reached in ("mover bytes: closed", "completion", "region_added"):
+        assert any(reached in answer for answer in outcome.answers), (reached, outcome.answers)

@@ -48,13 +48,19 @@ class Client:
         assert event.WhichOneof("what") == what, event
         return event
 
+    def next_of(self, what):
+        """The next event of a kind; others are passed over."""
+        while (event := self.event()).WhichOneof("what") != what:
+            pass
+        return event
+
     def add(self, region_id, size, kind=RegionKind.HOST, fill=POISON):
         fd = create_memfd(f"region-{region_id}", size)
         self.memory[region_id] = map_fd(fd, size)
         self.memory[region_id][:] = fill
         self.fds[region_id] = fd
         self.link.add_region(RegionInfo(region_id, kind, size), fd)
-        added = self.next("region_added").region_added
+        added = self.next_of("region_added").region_added
         assert added.region_id == region_id
         self.addresses[region_id] = added.base_address
         return self.memory[region_id]

@@ -214,6 +214,63 @@ time.sleep(99)
         process.kill()
 
 
+STANDING = """
+import signal, sys, time
+from kvmanager.keeperlink import KeeperLink
+link = KeeperLink(int(sys.argv[2]))
+link.say("serving")
+beats = {beats}
+signal.signal(signal.SIGABRT, {on_abort})
+print("daemon", os.getpid())
+while True:
+    if beats:
+        link.alive({every_ms})
+        beats -= 1
+    time.sleep(0.05)
+"""
+"""Says `beats` times that it makes progress, then is there and says nothing."""
+
+
+@pytest.mark.parametrize("systemd", ["path"], indirect=True)
+def test_a_daemon_that_stands_still_is_ended_and_what_does_not_end_starves_the_watchdog(systemd, runtime_dir):
+    """First one that is ended by the keeper, which then lives on; then one that can't be ended: systemd's business."""
+    ends = STANDING.format(beats=3, every_ms=50, on_abort="signal.SIG_DFL")
+    with systemd.start(runtime_dir, ends, WATCHDOG_USEC="2000000") as (process, lines):
+        first = lines.next("daemon")
+        said(process, f"the daemon, pid {first}, makes no progress for")
+        assert lines.next("daemon") != first
+        systemd.hear_until("WATCHDOG", "1")
+        process.kill()
+    kill_orphans(runtime_dir)
+    systemd.hear_the_rest()
+    systemd.heard.clear()
+    stays = STANDING.format(beats=3, every_ms=50, on_abort="signal.SIG_IGN")
+    with systemd.start(runtime_dir, stays, WATCHDOG_USEC="2000000") as (process, lines):
+        said(process, "aborting it")
+        systemd.hear_the_rest()
+        fed = systemd.heard.count({"WATCHDOG": "1"})
+        systemd.socket.settimeout(6.0)  # three times what systemd waits
+        with pytest.raises(TimeoutError):
+            systemd.hear_until("WATCHDOG", "1")
+        assert systemd.heard.count({"WATCHDOG": "1"}) == fed
+        systemd.socket.settimeout(WAIT_S)
+        process.kill()
+
+
+@pytest.mark.parametrize("systemd", ["path"], indirect=True)
+def test_a_daemon_that_makes_progress_now_and_then_lives(systemd, runtime_dir):
+    """As often as it said: the watchdog is fed all the while, and nobody is ended."""
+    daemon = STANDING.format(beats=10**9, every_ms=60_000, on_abort="signal.SIG_DFL")
+    with systemd.start(runtime_dir, daemon, WATCHDOG_USEC="200000") as (process, lines):
+        pid = int(lines.next("daemon"))
+        os.kill(pid, signal.SIGSTOP)  # silent for longer than the watchdog, not for longer than it said
+        for _ in range(8):
+            systemd.hear_until("WATCHDOG", "1")
+        assert lives(pid)
+        os.kill(pid, signal.SIGCONT)
+        process.kill()
+
+
 def test_a_service_manager_that_does_not_listen_costs_nothing(tmp_path, caplog):
     systemd = Systemd({"NOTIFY_SOCKET": str(tmp_path / "nobody")})
     systemd.say("READY=1")

@@ -55,6 +55,23 @@ def test_a_plan_moves_bytes_between_regions_given_as_fds(mover):
     assert client.list() == []
 
 
+def test_descriptors_behind_a_bad_frame_are_closed(tmp_path):
+    """They came in one read with it, and nobody takes them any more."""
+    def of_others(pid):
+        return sum(os.readlink(fd).startswith("/memfd:stranger") for fd in Path(f"/proc/{pid}/fd").iterdir())
+
+    with running(tmp_path / "node") as (process, path), socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(os.fspath(path))
+        fd = os.memfd_create("stranger")
+        bad, good = b"\xff" * 3, pb.MoverCommand(boot_id=1, ping=1).SerializeToString()
+        frames = struct.pack("<II", len(bad), 0) + bad + struct.pack("<II", len(good), 1) + good
+        socket.send_fds(stranger, [frames], [fd])
+        os.close(fd)
+        stranger.settimeout(WAIT_S)
+        assert stranger.recv(1) == b"", "the connection is closed"
+        assert of_others(process.pid) == 0
+
+
 def test_a_link_at_its_rate_delays_write_back_and_no_onboard(tmp_path):
     """At 1 MB/s the write-back would take a minute; the onboard ends, and the write-back when given up."""
     with running(tmp_path / "node") as (_, path):

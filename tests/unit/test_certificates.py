@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import http.client
+import json
 import logging
+import re
 import shutil
 import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner
 
 from kvmanager.callers import Whose, typed
 from kvmanager.certificates import Certificates, http_tls
+from kvmanager.cli import app
 from kvmanager.config import NodeConfig
 from kvmanager.errors import ConfigError, KVError, PeerUnreachable, Unauthorized
 from kvmanager.httpprobes import HttpProbes
@@ -114,6 +119,45 @@ def test_files_that_are_no_use(ca: Authority, stranger: Signed, tmp_path: Path) 
     shared.chmod(0o644)
     with pytest.raises(ConfigError, match=r"everybody may use .* chmod 0600"):
         Certificates(section(good, key_file=shared))
+
+
+@needs_openssl
+def test_config_check_looks_at_the_certificate(ca: Authority, stranger: Signed, tmp_path: Path) -> None:
+    """Readable, not expired, the key's own, for the host that others call: each problem says which key it is."""
+
+    def checked(tls: str, peer: str = "") -> tuple[int, dict[str, Any], str]:
+        path = tmp_path / "node.toml"
+        path.write_text(f"{minimal_toml()}\n{tls}\n{peer}\n")
+        done = CliRunner().invoke(app, ["config", "check", str(path), "--here", "--json"])
+        machine = json.loads(done.stdout)["machine"]
+        shown = CliRunner().invoke(app, ["config", "check", str(path)], env={"COLUMNS": "200"})
+        assert shown.exit_code == 0
+        return done.exit_code, machine, shown.stdout
+
+    def problem(signed: Signed, peer: str = "") -> str:
+        code, machine, shown = checked(signed.toml(), peer)
+        assert (code, machine["fits"], len(machine["problems"])) == (78, False, 1), machine
+        assert f"does not fit: {machine['problems'][0][:40]}" in shown
+        return str(machine["problems"][0])
+
+    good = ca.sign("node0", "DNS:node0.example,IP:127.0.0.1")
+    listen = '[peer]\nlisten = "127.0.0.1:7000"\n'
+    for peer in ("", listen, f'{listen}address = "node0.example:7000"', f'{listen}nodes = ["node0", "node1"]'):
+        code, machine, shown = checked(good.toml(), peer)
+        assert (code, machine["problems"], machine["certificate_hosts"]) == (0, [], ["node0.example", "127.0.0.1"])
+        assert re.search(r"certificate for node0.example, 127.0.0.1, valid until \w+ +\d+ .* \d{4}", shown), shown
+    assert checked("")[1]["certificate_until"] == ""
+
+    text = problem(good, f'{listen}address = "node9.example:7000"')
+    assert re.search(r"\[peer\] address: .*node0.crt is for node0.example, 127.0.0.1, not for node9.example", text)
+    text = problem(good, '[peer]\nlisten = "127.0.0.2:7000"')
+    assert re.search(r"\[peer\] listen: .* not for 127.0.0.2", text)
+    nameless = ca.sign("nameless", "IP:127.0.0.1", subject="/O=no name")
+    assert re.search(r"\[tls\] certificate_file: .*neither a common name nor a DNS name", problem(nameless, listen))
+    assert "expired" in problem(ca.sign("old", days=-1))
+    assert "can't be used with" in problem(Signed(good.certificate_file, stranger.key_file, good.ca_file))
+    missing = Signed(tmp_path / "nowhere.crt", good.key_file, good.ca_file)
+    assert re.search(r"can't read .*nowhere.crt", problem(missing))
 
 
 class Heartbeats(PeerService):
