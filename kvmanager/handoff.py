@@ -330,7 +330,9 @@ class Handoffs:
         staging = Staging.of(self._settings.staging_bytes, self._settings.chunk_bytes, layout.page_bytes)
         addresses = [rank.base_address for rank in sorted(chain.ranks, key=lambda r: r.rank)]
         with self._slots:  # pulls take turns in the ring
-            ring = build_pull(work_id, layout, source_spans(chain), addresses, targets, staging, self._next_slot)
+            turns = accepted.packed and not chain.summed_pages  # sums are of pages as they lie at the source
+            spans = source_spans(chain)
+            ring = build_pull(work_id, layout, spans, addresses, targets, staging, self._next_slot, turns)
             self._next_slot = (self._next_slot + ring.chunks) % staging.slots
         expected = expected_sums(chain, layout, addresses, ring.addresses)
         pull = ring_to_proto(replace(ring, expected=expected))

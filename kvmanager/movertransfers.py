@@ -10,9 +10,9 @@ from kvmanager.allocators.cuda_driver import call, device_ordinal
 from kvmanager.errors import NotReady, TransferFailed
 from kvmanager.movermemory import MoverMemory
 from kvmanager.transport.cpu import CpuExecutor
-from kvmanager.transport.cuda import DEFAULT_TUNING, CudaExecutor
+from kvmanager.transport.cuda import BOUNCE_BYTES, DEFAULT_TUNING, CudaExecutor, Tuning
 from kvmanager.transport.executor import Completion, RegionMap
-from kvmanager.transport.kernel_windows import pause_bridged_by
+from kvmanager.transport.kernel_windows import RARE_NS, pause_bridged_by
 from kvmanager.transport.nixl import NixlReader, UcxSettings
 from kvmanager.transport.pacing import Pacer
 from kvmanager.transport.pack_service import PackService
@@ -23,9 +23,15 @@ from kvmanager.wire import RegionKind
 
 PACK_REGION: Final = (1 << 32) - 1
 """The mover's own: the ring that it packs pages in, as large as staging."""
-AHEAD_ON_GPU: Final = 6
-"""Chunks of one pull in staging: some are packed, one read, one placed."""
+AHEAD_ON_GPU: Final = 12
+"""Chunks of one pull in staging: some are packed, one read, some placed, most of which wait for their kernel."""
 _log = logging.getLogger("kvmanager.mover")
+
+
+def placing(staging_bytes: int) -> Tuning:
+    """How a GPU's mover places: within the GPU by the kernel where staging bridges long pauses between launches."""
+    pause_ns = pause_bridged_by(staging_bytes)
+    return replace(DEFAULT_TUNING, kernel_pause_ns=pause_ns, bounce_bytes=0 if pause_ns >= RARE_NS else BOUNCE_BYTES)
 
 
 class MoverTransfers:
@@ -69,8 +75,7 @@ class MoverTransfers:
     def _make_placer(self, device: str, pacer: Pacer, staging_bytes: int) -> CudaExecutor | CpuExecutor:
         if not self._on_gpu:
             return CpuExecutor(self._regions)
-        tuning = replace(DEFAULT_TUNING, kernel_pause_ns=pause_bridged_by(staging_bytes))
-        return CudaExecutor(self._regions, device, tuning=tuning, pacer=pacer)
+        return CudaExecutor(self._regions, device, tuning=placing(staging_bytes), pacer=pacer)
 
     def register(self, region_id: int) -> None:
         """A region that came: peers may read it, or reads may end in it."""

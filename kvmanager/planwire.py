@@ -12,6 +12,7 @@ from kvmanager.errors import InvalidArgument, LimitExceeded
 from kvmanager.geometry import Int64Array
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.transport.ring import RingPull
+from kvmanager.transport.turned_pages import Turn
 from kvmanager.wire import pack_i64, pack_u32, pack_u64, unpack_i64, unpack_u32, unpack_u64
 
 PLAN_MAX_ENTRIES: Final = 4 << 20
@@ -193,6 +194,7 @@ def ring_to_proto(ring: RingPull) -> pb.Pull:
         chunk_pages=ring.chunk_pages,
         first_slot=ring.first_slot,
         placement=plan_to_proto(ring.placement),
+        turn=b"" if ring.turn is None else ring.turn.encode(),
     )
 
 
@@ -207,6 +209,7 @@ def ring_from_proto(message: pb.Pull) -> RingPull:
         message.first_slot,
         plan_from_proto(message.placement),
         _expected_from_proto(message),
+        Turn.decode(message.turn) if message.turn else None,
     )
 
 

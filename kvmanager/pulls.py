@@ -14,11 +14,12 @@ from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
 from kvmanager.core.spanplans import SpanRun, copy_spans
 from kvmanager.core.state import PULL_PARTS
 from kvmanager.errors import LayoutMismatch, TransferFailed
-from kvmanager.geometry import Int64Array, TokenOrder
+from kvmanager.geometry import SEQUENTIAL, Int64Array, TokenOrder
 from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import KVLayout
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.transport.ring import RingPull
+from kvmanager.transport.turned_pages import Turn
 from kvmanager.wire import unpack_u32, unpack_u64
 
 
@@ -89,6 +90,12 @@ class Staging:
         return cls(staging_bytes // (chunk_pages * page_bytes), chunk_pages)
 
 
+    def in_whole(self, pages: int) -> Staging:
+        """The same room in chunks of a multiple of so many pages, of which one fits in a chunk."""
+        chunk_pages = self.chunk_pages // pages * pages
+        return Staging(self.slots * self.chunk_pages // chunk_pages, chunk_pages)
+
+
 @dataclass(frozen=True)
 class TargetClass:
     """One page class of the target: its layout and the places of its positions."""
@@ -145,17 +152,27 @@ def build_pull(
     targets: Sequence[TargetClass],
     staging: Staging,
     first_slot: int,
+    may_turn: bool = False,
 ) -> RingPull:
     """Pages in the order of the source's spans. `addresses[r]`: base of rank r's region in the source mover.
 
     Every position of every target is placed exactly once; a page that holds no wanted position is not read.
+    `may_turn`: the source can turn pages, and is asked to where that makes rows into runs; spans come whole then.
     """
     page_rows = source_layout.page_rows
     read, staged, pages_before = [], [], 0
-    for run in source.runs(page_rows):
+    runs = source.runs(page_rows)
+    turn = _turn(source_layout, runs, targets, staging) if may_turn else None
+    if turn is not None:
+        staging = staging.in_whole(turn.order.segments)
+    for run in runs:
         wanted = _wanted_pages(run, page_rows, targets)
+        order = run.order
+        if turn is not None:
+            order = SEQUENTIAL
+            wanted = wanted.reshape(-1, run.order.segments).any(axis=1).repeat(run.order.segments)
         numbers = pages_before + np.cumsum(wanted) - 1
-        staged.append(SpanRun(run.first_token, run.order, (STAGING_REGION,), numbers))
+        staged.append(SpanRun(run.first_token, order, (STAGING_REGION,), numbers))
         read.append(_addresses(run, np.flatnonzero(wanted), addresses, source_layout.page_bytes))
         pages_before += int(wanted.sum())
     copies: list[PagedCopies] = []
@@ -169,7 +186,23 @@ def build_pull(
         staging.chunk_pages,
         first_slot,
         CopyPlan(pull_id, Purpose.PLACE, tuple(copies)),
+        turn=turn,
     )
+
+
+def _turn(
+    layout: KVLayout, source: Sequence[SpanRun], targets: Sequence[TargetClass], staging: Staging
+) -> Turn | None:
+    """How pages are to be turned, where the source deals tokens out over several and every target has them in sequence.
+
+    None where a chunk holds no span, or spans differ.
+    """
+    orders = {run.order for run in source}
+    wanted = {spans.order for each in targets for spans in each.target.spans}
+    if len(orders) != 1 or wanted != {SEQUENTIAL}:
+        return None
+    (order,) = orders
+    return Turn.of(layout, order) if 1 < order.segments <= staging.chunk_pages else None
 
 
 def _wanted_pages(run: SpanRun, page_rows: int, targets: Sequence[TargetClass]) -> npt.NDArray[np.bool_]:

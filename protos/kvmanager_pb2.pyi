@@ -2445,6 +2445,7 @@ class Pull(_message.Message):
     SECTION_STARTS_FIELD_NUMBER: _builtins.int
     SECTION_SIZES_FIELD_NUMBER: _builtins.int
     PACKED_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     pull_id: _builtins.int
@@ -2479,6 +2480,8 @@ class Pull(_message.Message):
     """u64[sections]: bytes"""
     packed: _builtins.bool
     """true: the source's mover packs pages into a ring of its own, which is read"""
+    turn: _builtins.bytes
+    """opaque: how the peer turns pages that it packs (transport/turned_pages.py)"""
     path: _builtins.str
     """the way wanted of the chunks: "ring", "direct", or "measured" (also when empty)"""
     @_builtins.property
@@ -2504,12 +2507,13 @@ class Pull(_message.Message):
         section_starts: _builtins.bytes = ...,
         section_sizes: _builtins.bytes = ...,
         packed: _builtins.bool = ...,
+        turn: _builtins.bytes = ...,
         path: _builtins.str = ...,
         placement: Global___Plan | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "chunk_pages", b"chunk_pages", "deadline_ns", b"deadline_ns", "first_slot", b"first_slot", "packed", b"packed", "page_bytes", b"page_bytes", "path", b"path", "peer_incarnation", b"peer_incarnation", "placement", b"placement", "pull_id", b"pull_id", "remote_addresses", b"remote_addresses", "ring_offset", b"ring_offset", "ring_slots", b"ring_slots", "section_sizes", b"section_sizes", "section_starts", b"section_starts", "summed", b"summed", "sums", b"sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "chunk_pages", b"chunk_pages", "deadline_ns", b"deadline_ns", "first_slot", b"first_slot", "packed", b"packed", "page_bytes", b"page_bytes", "path", b"path", "peer_incarnation", b"peer_incarnation", "placement", b"placement", "pull_id", b"pull_id", "remote_addresses", b"remote_addresses", "ring_offset", b"ring_offset", "ring_slots", b"ring_slots", "section_sizes", b"section_sizes", "section_starts", b"section_starts", "summed", b"summed", "sums", b"sums", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,7 +87,9 @@ class RowKernel:
         self._pinned = PinnedMemory(room)
         self._offsets: Int64Array = room[:size_bytes].view(np.int64).reshape(slots, 2 * MAX_COPIES)
 
-    def launch(self, c: StridedCopies, source: int, target: int, slot: int, stream: int) -> None:
+    def launch(
+        self, c: StridedCopies, source: int, target: int, slot: int, stream: int, blocks: int = BLOCKS
+    ) -> None:
         """Queues a set of at most MAX_COPIES copies and MAX_BYTES; `source`, `target`: the regions' addresses.
 
         The slot is taken until what was queued has ended. Raises DeviceError.
@@ -106,7 +108,7 @@ class RowKernel:
         number, offset, pointer = ctypes.c_uint, ctypes.c_longlong, ctypes.c_void_p
         types = (pointer, number, number, number, offset, offset, offset, offset, number, pointer, pointer)
         call(
-            "cuLaunchKernel", self._functions[unit], BLOCKS, 1, 1, THREADS, 1, 1, 0, driver().CUstream(stream),
+            "cuLaunchKernel", self._functions[unit], blocks, 1, 1, THREADS, 1, 1, 0, driver().CUstream(stream),
             (values, types), 0,
         )  # fmt: skip
 

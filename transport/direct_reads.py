@@ -13,6 +13,7 @@ from kvmanager.transport.executor import Outcome
 from kvmanager.transport.nixl import ReadResult, U64Array
 from kvmanager.transport.ring import RingPull
 from kvmanager.transport.runs import Runs, runs_of
+from kvmanager.transport.turned_pages import Turn
 
 
 class Reader(Protocol):
@@ -27,8 +28,9 @@ class Reader(Protocol):
         """See `NixlReader.read`."""
 
     def read_packed(
-        self, peer: str, addresses: U64Array, region_id: int, offsets: U64Array, lengths: U64Array, deadline_ns: int
-    ) -> int:
+        self, peer: str, addresses: U64Array, region_id: int, offsets: U64Array, lengths: U64Array, deadline_ns: int,
+        turn: Turn | None = None,
+    ) -> int:  # fmt: skip
         """See `PackedReads.read_packed`."""
 
     def poll(self) -> list[ReadResult]:
@@ -107,10 +109,12 @@ class JoinedReads:
         return self._join([self._reader.read(peer, addresses, region_id, offsets, lengths, deadline_ns)])
 
     def read_packed(
-        self, peer: str, addresses: U64Array, region_id: int, offsets: U64Array, lengths: U64Array, deadline_ns: int
-    ) -> int:
+        self, peer: str, addresses: U64Array, region_id: int, offsets: U64Array, lengths: U64Array, deadline_ns: int,
+        turn: Turn | None = None,
+    ) -> int:  # fmt: skip
         """See `PackedReads.read_packed`."""
-        return self._join([self._reader.read_packed(peer, addresses, region_id, offsets, lengths, deadline_ns)])
+        inner = self._reader.read_packed(peer, addresses, region_id, offsets, lengths, deadline_ns, turn)
+        return self._join([inner])
 
     def read_places(self, peer: str, places: Sequence[Runs], deadline_ns: int) -> int:
         """Reads runs from the peer's addresses, `source`, to their places in several regions."""

@@ -145,10 +145,12 @@ class PackService:
         self._slots[peer, ask.ask_id] = _Slot(start, end, until, number)
         self._filling[number] = peer, ask.ask_id
         ring = self._regions.address(self._region)
-        self._packer.start(number, ask.addresses.astype(np.int64), ring + start, ask.page_bytes)
+        self._packer.start(number, ask.addresses.astype(np.int64), ring + start, ask.page_bytes, ask.turn)
 
     def _check(self, ask: Ask) -> None:
-        """Raises InvalidArgument unless all pages lie in regions that peers may read."""
+        """Raises InvalidArgument unless all pages lie in regions that peers may read, and can be turned if so asked."""
+        if ask.turn is not None:
+            ask.turn.check(len(ask.addresses), ask.page_bytes)
         ids = sorted(self._sources(), key=self._regions.address)
         begins = np.array([self._regions.address(i) for i in ids], np.uint64)
         sizes = np.array([self._regions.size(i) for i in ids], np.uint64)

@@ -19,6 +19,7 @@ from kvmanager.errors import InvalidArgument, TransferError, TransferFailed, Tra
 from kvmanager.transport.executor import Outcome
 from kvmanager.transport.nixl import NixlReader, PeerMemory, ReadResult, U64Array
 from kvmanager.transport.pack_messages import Ask, Done, Packed, Refused, decode
+from kvmanager.transport.turned_pages import Turn
 
 if TYPE_CHECKING:
     from kvmanager.transport.pack_service import PackService
@@ -69,9 +70,10 @@ class PackedReads:
         return read_id
 
     def read_packed(
-        self, peer: str, addresses: U64Array, region_id: int, offsets: U64Array, lengths: U64Array, deadline_ns: int
-    ) -> int:
-        """As `read`, of pages of one size that go to one place, side by side, and that the peer packs.
+        self, peer: str, addresses: U64Array, region_id: int, offsets: U64Array, lengths: U64Array, deadline_ns: int,
+        turn: Turn | None = None,
+    ) -> int:  # fmt: skip
+        """As `read`, of pages of one size that go to one place, side by side, and that the peer packs, and turns.
 
         Raises InvalidArgument, with nothing started, for others.
         """
@@ -81,7 +83,7 @@ class PackedReads:
             raise InvalidArgument(f"{len(addresses)} pages that are not of one size and side by side can't be packed")
         read_id, now = self._new_id(), self._clock_ns()
         read = _Read(peer, region_id, int(offsets[0]), int(lengths.sum()), now, deadline_ns)
-        ask = Ask(read_id, int(page), max(deadline_ns - now, 1), addresses, self._reader.metadata())
+        ask = Ask(read_id, int(page), max(deadline_ns - now, 1), addresses, self._reader.metadata(), turn)
         try:
             self._reader.send(peer, ask.encode())
         except TransferError as error:

@@ -200,6 +200,8 @@ class PullPipeline:
                     f"pull {request.pull_id}: a deadline of {request.deadline_ns} ns; a hung peer never errs"
                 )
             request.ring.check(self._staging, self._regions)
+            if request.ring.turn is not None and not request.packed:
+                raise InvalidArgument(f"pull {request.pull_id}: pages that nobody packs can't be turned")
             self._reader.add_peer(request.agent_name, request.agent_metadata)
         except (InvalidArgument, TransferError) as error:
             pull.ended = (Outcome.FAILED, error)
@@ -407,9 +409,10 @@ class PullPipeline:
             pull.direct.add(chunk)
             read_id = self._reader.read_places(request.agent_name, final_places(ring, chunk), pull.deadline_ns)
         else:
-            read = self._reader.read_packed if request.packed else self._reader.read
             addresses, offsets, lengths = ring.reads(chunk)
-            read_id = read(request.agent_name, addresses, self._staging, offsets, lengths, pull.deadline_ns)
+            asked = request.agent_name, addresses, self._staging, offsets, lengths, pull.deadline_ns
+            packed, turn = request.packed, request.ring.turn
+            read_id = self._reader.read_packed(*asked, turn) if packed else self._reader.read(*asked)
         pull.held[chunk], pull.rings[chunk] = span or _Span(0, 0, request.agent_name), ring
         self._reading[read_id] = pull, chunk
 

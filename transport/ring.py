@@ -20,6 +20,7 @@ from kvmanager.geometry import Int64Array
 from kvmanager.transport.checksums import section_sum
 from kvmanager.transport.executor import ByteArray, RegionMap
 from kvmanager.transport.runs import paged_bounds
+from kvmanager.transport.turned_pages import Turn
 
 U64Array = npt.NDArray[np.uint64]
 
@@ -28,7 +29,8 @@ U64Array = npt.NDArray[np.uint64]
 class RingPull:
     """`addresses`: uint64[pages], of the peer. `offset`: of the ring of `slots` chunks, in bytes of staging.
 
-    `expected`: sums of some of the pages, compared when they lie in staging.
+    `expected`: sums of some of the pages, compared when they lie in staging. `turn`: the peer turns the pages when it
+    packs them, and `placement` takes them as turned; there are no sums then, which are of pages as they were.
     """
 
     addresses: U64Array
@@ -39,6 +41,7 @@ class RingPull:
     first_slot: int
     placement: CopyPlan
     expected: ExpectedSums | None = None
+    turn: Turn | None = None
 
     @property
     def chunks(self) -> int:
@@ -58,6 +61,11 @@ class RingPull:
             raise InvalidArgument(
                 f"a ring of bytes [{self.offset}, {end}) leaves region {staging} of {regions.size(staging)} bytes"
             )
+        if self.turn is not None:
+            self.turn.check(len(self.addresses), self.page_bytes)
+            self.turn.check(self.chunk_pages, self.page_bytes)
+            if self.expected is not None:
+                raise InvalidArgument("checksums of pages that the peer turns: they are of pages as they were")
         if self.expected is not None:
             self._check_sums(self.expected)
         for c in self.placement.copies:

@@ -109,12 +109,15 @@ def _hand_offs(target: Other, device: str) -> Iterator[Figure]:
     yield Figure("hand-off gpu: plain copy, device to host", down / GB, "GB/s", "itself", 1.0)
     yield Figure("hand-off gpu: bare 3-D copy, device to host", bare / GB, "GB/s", "plain copy", bare / down)
     loop = _Loop(device)
-    for order in ("kept", "permuted"):
-        target.ask("pull", order)
-        done = target.ask("pull", order)
+    yield from _reads_alone(target, loop)
+    for order, may_turn in (("kept", True), ("permuted", True), ("permuted", False)):
+        target.ask("pull", order, may_turn)
+        done = target.ask("pull", order, may_turn)
+        print(f"# {target.ask('stages', order, may_turn)}", file=sys.stderr, flush=True)
         # Only what goes to the host crosses its link; all of it is counted, as the issue's figure does.
         rate = done["placed"] / done["seconds"]
-        what = f"hand-off gpu: {TOKENS:,} tokens, {order}"
+        how = {"kept": "kept", "permuted": "permuted by the source's kernel" if may_turn else "permuted by the target"}
+        what = f"hand-off gpu: {TOKENS:,} tokens, {how[order]}"
         yield Figure(what, rate / GB, "GB/s", "plain copy", rate / down)
         if order == "permuted":
             yield Figure(what, rate / GB, "GB/s", "bare 3-D copy", rate / bare)
@@ -127,10 +130,20 @@ def _hand_offs(target: Other, device: str) -> Iterator[Figure]:
             f"{what}: descriptors", done["descriptors"], "count", "chunks", done["descriptors"] / done["chunks"]
         )
         alone = loop.median_s(lambda: False)
-        target.tell("pull", order)
+        target.tell("pull", order, may_turn)
         seen = loop.median_s(_ends(target))
         yield Figure(f"{what}: a step of a decode-like loop beside it", seen * 1e3, "ms", "alone", seen / alone)
         target.hear()
+
+
+def _reads_alone(target: Other, loop: _Loop) -> Iterator[Figure]:
+    """What reading does to the loop when nothing is placed."""
+    alone = loop.median_s(lambda: False)
+    target.tell("reads", 50.0, 1.0)
+    seen = loop.median_s(_ends(target))
+    rate = target.hear()["rate"]
+    what = f"hand-off gpu: a step of a decode-like loop beside reads alone, {rate / GB:.0f} GB/s"
+    yield Figure(what, seen * 1e3, "ms", "alone", seen / alone)
 
 
 def _ends(target: Other) -> Callable[[], bool]:

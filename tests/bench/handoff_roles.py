@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from kvmanager.core.spanplans import SpanRun
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import GLM53, GLM53_TINY, KVLayout, indexer_layout, latent_layout, native_layout
-from kvmanager.movertransfers import AHEAD_ON_GPU
+from kvmanager.movertransfers import AHEAD_ON_GPU, placing
 from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.cuda import CudaExecutor
@@ -70,6 +71,7 @@ class Role:
         self.regions = RegionMap()
         self.mappings: list[DeviceMapping] = []
         self._alive: list[Any] = []
+        self.tuning: dict[str, int] = {}
         if self.on_gpu:
             self.context = DeviceContext(device)
         transports = UcxSettings.for_device(device).transports
@@ -81,8 +83,10 @@ class Role:
         self.reader.register(STAGING_REGION)
 
     def executor(self) -> Executor:
-        """A new one for the device."""
-        return CudaExecutor(self.regions, self.device) if self.on_gpu else CpuExecutor(self.regions)
+        """A new one for the device, as a mover makes it."""
+        if not self.on_gpu:
+            return CpuExecutor(self.regions)
+        return CudaExecutor(self.regions, self.device, tuning=replace(placing(self.ring_bytes), **self.tuning))
 
     def add_ring(self, region: int) -> None:
         """Memory that NIXL reads and fills fast."""
@@ -199,9 +203,10 @@ class Target(Role):
         self.add_host(LATENT, self.spans * RANKS * self.latent.page_bytes)
         self.add_pages(INDEXER, self.spans * RANKS * self.indexer.page_bytes)
         self.peer: dict[str, Any] = {}
-        self.reads = PackedReads(self.reader)
+        self.packed_reads = PackedReads(self.reader)
+        ahead = AHEAD_ON_GPU if self.on_gpu else 2
         self.pipeline = PullPipeline(
-            self.reads, self.regions, STAGING_REGION, placer=self.executor(), ahead=AHEAD_ON_GPU if self.on_gpu else 2
+            self.packed_reads, self.regions, STAGING_REGION, placer=self.executor(), ahead=ahead
         )
         self.number = 0
 
@@ -211,21 +216,21 @@ class Target(Role):
         self.reader.add_peer(peer["agent"], base64.b64decode(peer["metadata"]))
         return {"bytes": self.spans * RANKS * self.layout.page_bytes}
 
-    def pulls(self, order: str, count: int) -> dict[str, Any]:
-        """Several, one after another; the seconds of each."""
-        return {"seconds": [self.pull(order)["seconds"] for _ in range(count)]}
-
-    def shape(self, ahead: int, chunk_pages: int, overlap: int) -> dict[str, Any]:
+    def shape(self, ahead: int, chunk_pages: int, tuning: dict[str, int]) -> dict[str, Any]:
         """How it pulls from now on."""
-        self.chunk_pages = chunk_pages
-        self.pipeline._ahead = ahead
-        _overlap(self.pipeline._placer, overlap)
+        self.chunk_pages, self.pipeline._ahead, self.tuning = chunk_pages, ahead, tuning
+        old = self.pipeline._placer
+        if isinstance(old, CudaExecutor):
+            old.close()
+            old.release()
+        self.pipeline._placer = self.executor()
         return {}
 
-    def stages(self, order: str) -> dict[str, Any]:
+    def stages(self, order: str, may_turn: bool = True) -> dict[str, Any]:
         """Milliseconds of a chunk's way, median and most: asked, packed, read, placed."""
         trace: dict[int, list[float]] = {}
-        begin, after, place = self.reads._begin, self.reads._after, self.pipeline._after_placement
+        reads, joined = self.packed_reads, self.pipeline._reader
+        begin, after, place = reads._begin, reads._after, self.pipeline._after_placement
         chunks: dict[int, int] = {}
 
         def began(said: Any, read: Any) -> None:
@@ -233,19 +238,19 @@ class Target(Role):
             begin(said, read)
 
         def read_done(result: Any) -> None:
-            ask = self.reads._of_inner[result.read_id]
+            ask = reads._of_inner[result.read_id]
             trace[ask].append(time.monotonic() * 1e3)
-            chunks[self.pipeline._reading[ask][1]] = ask
+            chunks[self.pipeline._reading[joined._of_inner[ask]][1]] = ask
             after(result)
 
         def placed(completion: Any) -> None:
             trace[chunks[self.pipeline._placing[completion.plan_id][1]]].append(time.monotonic() * 1e3)
             place(completion)
 
-        self.reads._begin, self.reads._after = began, read_done  # type: ignore[method-assign]
+        reads._begin, reads._after = began, read_done  # type: ignore[method-assign]
         self.pipeline._after_placement = placed  # type: ignore[method-assign]
-        seconds = self.pull(order)["seconds"]
-        self.reads._begin, self.reads._after = begin, after  # type: ignore[method-assign]
+        seconds = self.pull(order, may_turn)["seconds"]
+        reads._begin, reads._after = begin, after  # type: ignore[method-assign]
         self.pipeline._after_placement = place  # type: ignore[method-assign]
         found = np.diff(np.array([row for row in trace.values() if len(row) == 4]), axis=1)
         return {
@@ -253,7 +258,7 @@ class Target(Role):
             "most": found.max(axis=0).round(2).tolist(),
         }  # fmt: skip
 
-    def pull(self, order: str) -> dict[str, Any]:
+    def pull(self, order: str, may_turn: bool = True) -> dict[str, Any]:
         """The whole context; times and counts. Asserts bytes of tokens drawn at random."""
         self.number += 1
         rng = np.random.default_rng(self.number)
@@ -270,7 +275,7 @@ class Target(Role):
         ]
         staging = Staging(self.ring_bytes // (self.chunk_pages * self.layout.page_bytes), self.chunk_pages)
         planned = time.perf_counter()
-        ring = build_pull(self.number, self.layout, source, self.peer["addresses"], targets, staging, 0)
+        ring = build_pull(self.number, self.layout, source, self.peer["addresses"], targets, staging, 0, may_turn)
         started, descriptors, first = time.perf_counter(), self.reader.descriptors, 0.0
         metadata = base64.b64decode(self.peer["metadata"])
         self.pipeline.submit(PullRequest(self.number, self.peer["agent"], metadata, ring, 120 * SECOND_NS, packed=True))
@@ -319,6 +324,26 @@ class Target(Role):
         expected = word(rank, np.arange(start // 4, (start + theirs.row_bytes) // 4, dtype=np.uint64)).view(np.uint8)
         found = self.read(region, page * layout.page_bytes + ours.offset + to * ours.slot_stride, ours.row_bytes)
         assert np.array_equal(found, expected), (key, rank, slot, page, to)
+
+    def reads(self, gb_per_s: float, seconds: float) -> dict[str, Any]:
+        """Reads ring to ring alone, a chunk at a time, at this rate."""
+        run = self.chunk_pages * self.layout.page_bytes
+        started, count = time.perf_counter(), 0
+        while (now := time.perf_counter() - started) < seconds:
+            if count * run < now * gb_per_s * 1e9:
+                self._read_one(count % (self.ring_bytes // run) * run, run)
+                count += 1
+            else:
+                time.sleep(0.0003)
+        return {"rate": count * run / now}
+
+    def _read_one(self, at: int, run: int) -> None:
+        one = (np.array([value], np.uint64) for value in (self.peer["ring"] + at, at, run))
+        address, offset, length = one
+        memory, deadline = PeerMemory(self.peer["gpu"]), time.monotonic_ns() + 60 * SECOND_NS
+        self.reader.read(self.peer["agent"], address, STAGING_REGION, offset, length, deadline, memory)
+        while not self.reader.poll():
+            time.sleep(0.0003)
 
     def nixl(self, run_bytes: int, in_flight: int) -> dict[str, Any]:
         """Bytes a second of plain reads, ring to ring."""
@@ -372,11 +397,6 @@ class Target(Role):
         for line in sys.stdin:
             name, *arguments = json.loads(line)
             say(**getattr(self, name)(*arguments))
-
-
-def _overlap(executor: Executor, overlap: int) -> None:
-    if isinstance(executor, CudaExecutor):
-        executor._copies._attributes.flags = overlap
 
 
 def _best_s(work: Callable[[], object]) -> float:

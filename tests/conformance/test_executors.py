@@ -13,7 +13,7 @@ from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
 from kvmanager.errors import Draining, InvalidArgument, TransferFailed
 from kvmanager.transport.checksums import section_sum
 from kvmanager.transport.cpu import CpuExecutor
-from kvmanager.transport.cuda import CudaExecutor
+from kvmanager.transport.cuda import CudaExecutor, Tuning
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.fake import FakeExecutor
 from kvmanager.transport.nixl import NixlReader
@@ -24,6 +24,7 @@ from tests.plans import strided
 SOURCES, TARGETS = (1, 2), (11, 12)
 REGION_BYTES = 6 * MIB
 POISON = 0xA5
+CUDA = [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda-kernel-inside")]
 GPU_REGIONS = (2, 11)
 """On a GPU: so plans go all four ways between host and GPU memory."""
 
@@ -43,7 +44,7 @@ def _first_bytes(region: int) -> np.ndarray:
     return np.random.default_rng(region).integers(0, 256, REGION_BYTES, dtype=np.uint8)
 
 
-@pytest.fixture(scope="module", params=["cpu", "fake", "nixl", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["cpu", "fake", "nixl", *CUDA])
 def kind(request):
     return request.param
 
@@ -51,7 +52,7 @@ def kind(request):
 @pytest.fixture(scope="module")
 def memory(kind, request):
     """The regions of the executor under test, by id: numpy arrays, or what acts like them."""
-    if kind != "cuda":
+    if not kind.startswith("cuda"):
         return request.getfixturevalue("host_memory")
     from gpu_regions import GpuRegions
 
@@ -84,7 +85,7 @@ def executor(kind, memory, request):
         addresses = {region: (memory.address(region), REGION_BYTES) for region in SOURCES}
         yield NixlExecutor(reader, memory, reader.name, addresses)
     else:
-        executor = CudaExecutor(memory.regions, "cuda:0")
+        executor = CudaExecutor(memory.regions, "cuda:0", tuning=Tuning() if kind == "cuda" else Tuning(bounce_bytes=0))
         yield executor
         executor.close()
         _drain(executor)

@@ -84,7 +84,8 @@ class Bench:
         group = hisparse(regions, "d", 60, 60)
         self.posted: queue.Queue = queue.Queue()
         self.source, self.mover = Source(chain), HandMover()
-        self.handoffs = Handoffs("us", {"d": group}, MoverSection(staging_bytes=1 << 16, chunk_bytes=1 << 13), self.posted.put)
+        settings = MoverSection(staging_bytes=1 << 16, chunk_bytes=1 << 13)
+        self.handoffs = Handoffs("us", {"d": group}, settings, self.posted.put)
         self.handoffs._peers.close()
         self.handoffs._peers = self.source
         self.handoffs.use(self.mover)
