@@ -49,6 +49,8 @@ BOUNCE_BYTES: Final = 8 * MIB
 """For runs within the GPU. A hand-off of 262,144 tokens whose indexer pages stay there, on an H200: by the driver 56
 GB/s in all, and a decode loop beside it 25 % slower, since each batch stops its kernels for 0.4 ms as a kernel does; by
 way of host memory 40 and 3 %; by the kernel in windows of 10 ms 52 and, with 8 blocks a launch, 10 %."""
+BOUNCE_PIECES: Final = 8
+"""In flight, each in its own part of the buffer."""
 INSIDE_BLOCKS: Final = 132
 """Of a launch that copies within the GPU: the sooner it is over the better, for others' kernels wait for it."""
 
@@ -61,7 +63,7 @@ class Tuning:
     MiB 0.970, 0.971, 0.979; 64 MiB 0.984, 0.973, 0.986; 128 MiB 0.984, 0.983, 0.987. A second stream a direction gained
     nothing.
     piece_bytes: of one call for other shapes. small_copy_bytes: copies smaller than this may go by the kernel.
-    bounce_bytes: runs within the GPU go by way of so much host memory, down and up; 0: by the kernel.
+    bounce_bytes: a piece of runs within the GPU that go by way of host memory, down and up; 0: by the kernel.
     sum_blocks: of a launch that sums pages up. kernel_pause_ns: between kernels' windows (see `KernelWindows`).
     """
 
@@ -110,14 +112,16 @@ Issue = Callable[[StridedCopies, int, int], object]
 class _Lane:
     """One stream of a direction: how it is fed, whose turn it is, and what is in flight in order."""
 
-    def __init__(self, issue: Issue, first_mark: int, windows: KernelWindows | None = None) -> None:
-        """`windows`: when it may be fed; None: always."""
+    def __init__(
+        self, issue: Issue, first_mark: int, windows: KernelWindows | None = None, pieces: int = WINDOW_PIECES
+    ) -> None:
+        """`windows`: when it may be fed; None: always. `pieces`: in flight at most, each with a mark of its own."""
         module = driver()
         self.issue = issue
         self._windows = windows
         self.stream = call("cuStreamCreate", module.CUstream_flags.CU_STREAM_NON_BLOCKING)
         flags = module.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self.marks = [_Mark(first_mark + n, call("cuEventCreate", flags)) for n in range(WINDOW_PIECES)]
+        self.marks = [_Mark(first_mark + n, call("cuEventCreate", flags)) for n in range(pieces)]
         self.turns: Turns[tuple[_Active, Iterator[StridedCopies]]] = Turns()
         self.pieces: deque[_Piece] = deque()
         self.queued_bytes = 0
@@ -166,6 +170,7 @@ class CudaExecutor(ActivePlans[_Active]):
         self._lanes = [*self._engine_lanes.values(), *self._kernel_lanes.values()]
         self._bounce: PinnedMemory | None = None  # made with its lane, when a plan needs it
         self._bounce_lane: _Lane | None = None
+        self._down: list[Any] = []
         self._sum_lane: SumLane[_Active] | None = None  # made when a plan asks for sums
         self._ordinal = context.ordinal
         self._over: list[_Active] = []
@@ -209,19 +214,30 @@ class CudaExecutor(ActivePlans[_Active]):
     def _bouncing(self) -> _Lane:
         """The lane of runs within the GPU. Raises DeviceError where there is no room for its buffer."""
         if self._bounce_lane is None:
-            size_bytes = -(-self._tuning.bounce_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            size_bytes = -(-BOUNCE_PIECES * self._tuning.bounce_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
             self._bounce = PinnedMemory(np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8))
-            self._bounce_lane = _Lane(self._by_bounce, 0)
+            flags = driver().CUevent_flags.CU_EVENT_DISABLE_TIMING
+            self._down = [call("cuEventCreate", flags) for _ in range(BOUNCE_PIECES)]
+            self._bounce_lane = _Lane(self._by_bounce, 0, pieces=BOUNCE_PIECES)
             self._lanes.append(self._bounce_lane)
         return self._bounce_lane
 
-    def _by_bounce(self, copies: StridedCopies, _mark: int, stream: int) -> None:
-        """Down and up again, in the order of the stream: the buffer is free when the next piece comes down."""
+    def _by_bounce(self, copies: StridedCopies, mark: int, stream: int) -> None:
+        """Down behind all that goes down, into the mark's part of the buffer, which is free with it; then up.
+
+        On a stream of its own what goes down would take turns with the rest: 40 GB/s in all, on an H200.
+        """
         assert self._bounce is not None
         source, target = (self._regions.address(r) for r in (copies.source_region, copies.target_region))
         lengths = np.full(len(copies.source_offsets), copies.row_bytes, np.int64)
-        between = self._bounce.address + np.arange(len(lengths), dtype=np.int64) * copies.row_bytes
-        self._copies.runs(copies.source_offsets + source, between, lengths, stream)
+        begin = self._bounce.address + mark * self._tuning.bounce_bytes
+        between = begin + np.arange(len(lengths), dtype=np.int64) * copies.row_bytes
+        down = self._engine_lanes[True, False].stream
+        try:
+            self._copies.runs(copies.source_offsets + source, between, lengths, int(down))
+        finally:  # also what was queued before an error is waited for
+            call("cuEventRecord", self._down[mark], down)
+            call("cuStreamWaitEvent", driver().CUstream(stream), self._down[mark], 0)
         self._copies.runs(between, copies.target_offsets + target, lengths, stream)
 
     def _by_kernel(self, copies: StridedCopies, mark: int, stream: int) -> None:
@@ -274,6 +290,8 @@ class CudaExecutor(ActivePlans[_Active]):
             lane.close()
         self._lanes.clear()
         self._kernel.close()
+        for event in self._down:
+            call("cuEventDestroy", event)
         if self._bounce is not None:
             self._bounce.close()
         if self._sum_lane is not None:

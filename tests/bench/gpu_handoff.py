@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvmanager.layout import GLM53, native_layout
+from kvmanager.movertransfers import AHEAD_ON_GPU
+from kvmanager.transport.cuda import BOUNCE_BYTES
 from kvmanager.units import MIB
 from tests.bench.figure import Figure
 
@@ -110,14 +112,16 @@ def _hand_offs(target: Other, device: str) -> Iterator[Figure]:
     yield Figure("hand-off gpu: bare 3-D copy, device to host", bare / GB, "GB/s", "plain copy", bare / down)
     loop = _Loop(device)
     yield from _reads_alone(target, loop)
-    for order, may_turn in (("kept", True), ("permuted", True), ("permuted", False)):
+    ways = [(order, True, bounced) for bounced in (0, 1) for order in ("kept", "permuted")]
+    for order, may_turn, bounced in (*ways, ("permuted", False, 0)):
+        target.ask("shape", AHEAD_ON_GPU, CHUNK_PAGES, {"bounce_bytes": bounced * BOUNCE_BYTES})
         target.ask("pull", order, may_turn)
         done = target.ask("pull", order, may_turn)
         print(f"# {target.ask('stages', order, may_turn)}", file=sys.stderr, flush=True)
         # Only what goes to the host crosses its link; all of it is counted, as the figure does.
         rate = done["placed"] / done["seconds"]
         how = {"kept": "kept", "permuted": "permuted by the source's kernel" if may_turn else "permuted by the target"}
-        what = f"hand-off gpu: {TOKENS:,} tokens, {how[order]}"
+        what = f"hand-off gpu: {TOKENS:,} tokens, {how[order]}{', indexers by way of host memory' * bounced}"
         yield Figure(what, rate / GB, "GB/s", "plain copy", rate / down)
         if order == "permuted":
             yield Figure(what, rate / GB, "GB/s", "bare 3-D copy", rate / bare)

@@ -22,11 +22,9 @@ from kvmanager.units import MIB
 from tests.plans import strided
 
 SOURCES, TARGETS = (1, 2), (11, 12)
-REGION_BYTES = 6 * MIB
-POISON = 0xA5
+REGION_BYTES, POISON = 6 * MIB, 0xA5
 CUDA = [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda-kernel-inside")]
-GPU_REGIONS = (2, 11)
-"""On a GPU: so plans go all four ways between host and GPU memory."""
+GPU_REGIONS = (2, 11)  # so plans go all four ways between host and GPU memory
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +51,13 @@ def kind(request):
 def memory(kind, request):
     """The regions of the executor under test, by id: numpy arrays, or what acts like them."""
     if not kind.startswith("cuda"):
-        return request.getfixturevalue("host_memory")
+        yield request.getfixturevalue("host_memory")
+        return
     from gpu_regions import GpuRegions
 
-    host = [region for region in (*SOURCES, *TARGETS) if region not in GPU_REGIONS]
-    return GpuRegions(host, GPU_REGIONS, REGION_BYTES, _first_bytes)
+    made = GpuRegions({*SOURCES, *TARGETS} - {*GPU_REGIONS}, GPU_REGIONS, REGION_BYTES, _first_bytes)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")

@@ -98,3 +98,8 @@ class GpuRegions:
 
     def __getitem__(self, region: int) -> Any:
         return self._views[region]
+
+    def close(self) -> None:
+        """Ends the registrations of host memory: the next regions may lie at the same addresses."""
+        for pinned in self._pinned:
+            pinned.close()
