@@ -16,13 +16,14 @@ from typing import Final
 
 import grpc
 
+from kvmanager import __version__
 from kvmanager.clients.keys import probe_key
 from kvmanager.errors import DaemonError, KVError, LimitExceeded, NotReady, StaleBoot, Suspect, Unauthorized
 from kvmanager.killpoints import reach
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.units import MILLISECOND_NS
-from kvmanager.wire import ERROR_METADATA_KEY, error_from_proto, error_from_rpc, pack_u32, pack_u64
+from kvmanager.wire import ERROR_METADATA_KEY, WIRE_VERSION, error_from_proto, error_from_rpc, pack_u32, pack_u64
 
 STEP_TIMEOUT_S: Final = 30.0
 """The daemon answers a step from memory; one that takes this long is not answering."""
@@ -138,6 +139,8 @@ class EngineClient:
             layout_fingerprints=layout_fingerprints,
             ranks=ranks,
             probe_key=probe_key(namespace),
+            wire_version=WIRE_VERSION,
+            client_version=__version__,
         )
         try:
             reply = self._engine_stub.Register(request)
@@ -148,6 +151,8 @@ class EngineClient:
         self.boot_id: int = reply.boot_id
         self.epoch: int = reply.epoch
         self.limits: pb.Limits = reply.limits
+        self.checksum_one_in: int = reply.checksum_one_in
+        """Of how many pages that are stored by leases one is to have a checksum; 0: none."""
         self._renew = renew
         self._noticed = noticed
         self._unanswered: pb.StepRequest | None = None

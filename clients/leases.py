@@ -5,10 +5,11 @@ Calls may be repeated: a lease's id is chosen by the engine. The client decides 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import grpc
@@ -23,7 +24,7 @@ from kvmanager.layout import KVLayout
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.units import SECOND_NS
-from kvmanager.wire import ERROR_METADATA_KEY, error_from_rpc, pack_u32, unpack_u32
+from kvmanager.wire import ERROR_METADATA_KEY, TEXT_CHARS, error_from_rpc, pack_u32, unpack_u32, unpack_u64
 
 LEASE_TTL_NS: Final = 60 * SECOND_NS
 CALL_TIMEOUT_S: Final = 5.0
@@ -32,10 +33,15 @@ CALL_TIMEOUT_S: Final = 5.0
 
 @dataclass(frozen=True)
 class Lease:
-    """Pages of a lease, one a segment: of an acquired prefix, or to be filled behind the `tokens` that are known."""
+    """Pages of a lease, one a segment: of an acquired prefix, or to be filled behind the `tokens` that are known.
+
+    uids: of the pages' content. sums: page -> its checksums, u64, those of rank 0 first, where they are known.
+    """
 
     tokens: int
     pages: list[int]
+    uids: list[int] = field(default_factory=list)
+    sums: dict[int, bytes] = field(default_factory=dict)
 
 
 class LeaseCalls:
@@ -52,43 +58,58 @@ class LeaseCalls:
         request = pb.LookupRequest(boot_id=client.boot_id, epoch=client.epoch, keys=keys, prompt_tokens=tokens)
         return int(self._call(self._stub.Lookup, request).cached_tokens)
 
-    def acquire(self, lease_id: int, keys: bytes, lease_ttl_ns: int = LEASE_TTL_NS) -> Lease:
-        """Pins the longest known prefix of the keys; none known: there is no lease."""
+    def acquire(self, lease_id: int, keys: bytes, lease_ttl_ns: int = LEASE_TTL_NS, name: str = "") -> Lease:
+        """Pins the longest known prefix of the keys; none known: there is no lease.
+
+        `name`: the engine's own of the request that it is for; `explain` knows it by that.
+        """
         request = pb.AcquireRequest(
             boot_id=self._client.boot_id, epoch=self._client.epoch, request_id=lease_id, keys=keys,
-            lease_ttl_ns=lease_ttl_ns,
+            lease_ttl_ns=lease_ttl_ns, name=name,
         )  # fmt: skip
         reply = self._call(self._stub.Acquire, request)
-        return Lease(reply.tokens, lease_pages(reply.spans))
+        return _lease(reply.tokens, reply.spans, _sums(reply))
 
-    def done(self, lease_id: int, fence: pb.Fence | None = None, failed_pages: Sequence[int] = ()) -> None:
-        """The copies out of the pages have ended, or will have with the fence. Raises UnknownLease."""
+    def done(
+        self, lease_id: int, fence: pb.Fence | None = None, failed_pages: Sequence[int] = (), failure: str = ""
+    ) -> None:
+        """The copies out of the pages have ended, or will have with the fence. Raises UnknownLease.
+
+        `failed_pages`: those whose bytes are not right; they are not offered again. `failure`: why copies failed.
+        """
         request = pb.DoneRequest(
             boot_id=self._client.boot_id, epoch=self._client.epoch, lease_id=lease_id,
-            failed_pages=pack_u32(failed_pages), fence=fence,
+            failed_pages=pack_u32(failed_pages), fence=fence, failure=failure[:TEXT_CHARS],
         )  # fmt: skip
         self._call(self._stub.Done, request)
 
     def reserve(
-        self, lease_id: int, keys: bytes, session_id: str = "", lease_ttl_ns: int = LEASE_TTL_NS, token_ids: bytes = b""
-    ) -> Lease:
+        self, lease_id: int, keys: bytes, session_id: str = "", lease_ttl_ns: int = LEASE_TTL_NS,
+        token_ids: bytes = b"", name: str = "",
+    ) -> Lease:  # fmt: skip
         """Pages for what is not known of the keys, perhaps fewer than it takes. Raises PoolExhausted for none.
 
         `token_ids`: u32, those of the keys, where the namespace asks for them.
         """
         reserve = pb.StoreReserve(
             keys=keys, lease_ttl_ns=lease_ttl_ns, request_id=lease_id, session=pb.SessionHint(session_id=session_id),
-            token_ids=token_ids,
+            token_ids=token_ids, name=name,
         )  # fmt: skip
         reply = self._store(reserve=reserve)
-        return Lease(reply.tokens, lease_pages(reply.spans))
+        return _lease(reply.tokens, reply.spans, {})
 
-    def commit(self, lease_id: int, fence: pb.Fence, tokens: int = 0) -> None:
+    def commit(
+        self, lease_id: int, fence: pb.Fence, tokens: int = 0, sums: Mapping[int, bytes] = MappingProxyType({})
+    ) -> None:
         """The lease's pages are filled once the fence has passed, up to that many tokens; 0: all of them.
 
-        Raises UnknownLease.
+        `sums`: page -> checksums as in `Lease.sums`, of what was written. Raises UnknownLease.
         """
-        self._store(commit=pb.StoreCommit(lease_id=lease_id, fence=fence, tokens=tokens))
+        commit = pb.StoreCommit(
+            lease_id=lease_id, fence=fence, tokens=tokens, summed_pages=pack_u32(list(sums)),
+            sums=b"".join(sums.values()),
+        )  # fmt: skip
+        self._store(commit=commit)
 
     def abort(self, lease_id: int, fence: pb.Fence | None = None) -> None:
         """Gives the pages back; nothing of them is published. Raises UnknownLease."""
@@ -112,6 +133,19 @@ def _typed(error: grpc.RpcError) -> bool:
     """Whether the daemon itself refused."""
     metadata: Any = error.trailing_metadata()
     return any(key == ERROR_METADATA_KEY for key, _ in metadata or ())
+
+
+def _lease(tokens: int, spans: Sequence[pb.SpanRun], sums: dict[int, bytes]) -> Lease:
+    uids = [uid for run in spans for uid in unpack_u64(run.uids, "uids").tolist()]
+    return Lease(tokens, lease_pages(spans), uids, sums)
+
+
+def _sums(reply: pb.AcquireReply) -> dict[int, bytes]:
+    pages = unpack_u32(reply.summed_pages, "summed_pages").tolist()
+    each, rest = divmod(len(reply.sums), len(pages)) if pages else (0, len(reply.sums))
+    if rest or each % 8:
+        raise DaemonError(f"{len(reply.sums)} bytes of sums for {len(pages)} pages")
+    return {page: reply.sums[at * each : (at + 1) * each] for at, page in enumerate(pages)}
 
 
 def lease_pages(spans: Sequence[pb.SpanRun]) -> list[int]:
@@ -164,13 +198,13 @@ class CacheEngine:
         row: Memory = self._rows[rank][page]
         return row
 
-    def done(self, lease_id: int, failed_pages: Sequence[int] = ()) -> None:
+    def done(self, lease_id: int, failed_pages: Sequence[int] = (), failure: str = "") -> None:
         """See `LeaseCalls.done`."""
-        self._calls.done(lease_id, self.workers.fence(), failed_pages)
+        self._calls.done(lease_id, self.workers.fence(), failed_pages, failure)
 
-    def commit(self, lease_id: int, tokens: int = 0) -> None:
+    def commit(self, lease_id: int, tokens: int = 0, sums: Mapping[int, bytes] = MappingProxyType({})) -> None:
         """See `LeaseCalls.commit`; what was written so far is fenced."""
-        self._calls.commit(lease_id, self.workers.fence(), tokens)
+        self._calls.commit(lease_id, self.workers.fence(), tokens, sums)
 
     def abort(self, lease_id: int) -> None:
         """See `LeaseCalls.abort`."""

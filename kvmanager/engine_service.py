@@ -15,15 +15,23 @@ from kvmanager.clientnotes import ClientNote, EngineNote
 from kvmanager.compatibility import check_ticket
 from kvmanager.core.events import EngineResumed, Opened, Registered
 from kvmanager.core.node import Node
-from kvmanager.errors import Draining, InvalidArgument, KVError, LayoutMismatch, StaleBoot, Unauthorized
-from kvmanager.leasemessages import acquire_event, done_event, store_event
+from kvmanager.errors import (
+    Draining,
+    InvalidArgument,
+    KVError,
+    LayoutMismatch,
+    StaleBoot,
+    Unauthorized,
+    VersionMismatch,
+)
+from kvmanager.leasemessages import acquire_event, acquire_reply, done_event, store_event
 from kvmanager.loop import OwnerLoop
 from kvmanager.membership import Membership, Registration
 from kvmanager.messages import check_token_ids, register_event, span_run, step_event
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.sessions import SessionHub, SessionStream
-from kvmanager.wire import MESSAGE_MAX_BYTES, abort_with
+from kvmanager.wire import MESSAGE_MAX_BYTES, WIRE_VERSION, abort_with
 
 PAGES_PER_CALL = 1 << 20
 _log = logging.getLogger("kvmanager.engine")
@@ -81,6 +89,7 @@ class EngineService(pb_grpc.EngineServicer):
     def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.RegisterReply:
         """A new epoch of an engine."""
         identity = self._callers.who(context, "engine")
+        _check_version(request)
         self._gate.check()
         group = self._node.state.groups.get(request.group)  # the groups of a node never change
         if group is not None and request.namespace.kv_format != group.spec.kv_format.name:
@@ -112,6 +121,7 @@ class EngineService(pb_grpc.EngineServicer):
                 unseen_notices=limits.unseen_notices,
             ),
             daemon_version=__version__,
+            checksum_one_in=limits.checksums,
         )
 
     def Session(
@@ -206,8 +216,7 @@ class EngineService(pb_grpc.EngineServicer):
     def Acquire(self, request: pb.AcquireRequest, context: grpc.ServicerContext) -> pb.AcquireReply:
         """Pins a cached prefix."""
         name = self._caller(request, context)
-        opened: Opened = self._loop.call(acquire_event(name, request))
-        return pb.AcquireReply(tokens=opened.cached_tokens, spans=[span_run(table) for table in opened.spans])
+        return acquire_reply(self._loop.call(acquire_event(name, request)))
 
     @typed
     def Done(self, request: pb.DoneRequest, context: grpc.ServicerContext) -> pb.DoneReply:
@@ -233,6 +242,18 @@ class EngineService(pb_grpc.EngineServicer):
         token = self._callers.who(context, "engine").token
         self._check_boot(request)
         return self._membership.engine_of(token, request.epoch)
+
+
+def _check_version(request: pb.RegisterRequest) -> None:
+    """Raises VersionMismatch for a client that is older or newer than this daemon: one would misread the other."""
+    if request.wire_version != WIRE_VERSION:
+        told = request.client_version or "of a version that it does not tell"
+        age = "older" if request.wire_version < WIRE_VERSION else "newer"
+        raise VersionMismatch(
+            f"the client is kvmanager {told} (wire version {request.wire_version}), {age} than this daemon, "
+            f"{__version__} (wire version {WIRE_VERSION}): install the same version on both sides; until then it gets "
+            "nothing from here"
+        )
 
 
 def _first(messages: Iterator[pb.StepRequest]) -> pb.StepRequest | None:

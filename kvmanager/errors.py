@@ -3,7 +3,7 @@
     KVError
       RequestError     the call is wrong as it stands; retrying it unchanged can't help
         InvalidArgument, LayoutMismatch, UnknownRequest, UnknownLease, StalePage, StaleBoot,
-        StaleEpoch, LimitExceeded, Unauthorized, LeaseExpired
+        StaleEpoch, LimitExceeded, Unauthorized, LeaseExpired, VersionMismatch
       CapacityError    no room now; a retry may succeed
         PoolExhausted, QuotaExceeded, QueueFull
       TransferError    bytes did not arrive
@@ -91,6 +91,12 @@ class Unauthorized(RequestError):
     """No session token, or one whose role may not make this call."""
 
     reason = "UNAUTHORIZED"
+
+
+class VersionMismatch(RequestError):
+    """Client and daemon speak different versions of the wire contract."""
+
+    reason = "VERSION_MISMATCH"
 
 
 class CapacityError(KVError):

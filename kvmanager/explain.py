@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -11,6 +13,7 @@ from kvmanager.errors import InvalidArgument, UnknownRequest
 from kvmanager.history import lines
 from kvmanager.historyrecords import Record
 from kvmanager.units import format_bytes
+from kvmanager.wire import TEXT_CHARS
 
 DIGITS_MAX: Final = 20
 KINDS: Final = ("page", "request", "refusal", "miss")
@@ -51,19 +54,44 @@ def request_name(text: str) -> str:
     return f"{engine}/{int(number)}"
 
 
-def happened(directory: Path, kind: str, text: str) -> tuple[StoryLine, ...]:
-    """What the history says of a request, its refusals, or its misses. Nothing where it says nothing.
+def records_of(directory: Path, text: str) -> list[Record]:
+    """What the history has of a request: ENGINE/REQUEST, or the name that its engine has for it.
 
-    Raises InvalidArgument.
+    Raises InvalidArgument for no text at all.
     """
-    name = request_name(text)
-    of_request = [record for record in lines(directory, f'"request":"{name}"') if record.get("request") == name]
+    if not text:
+        raise InvalidArgument("no request is named; write ENGINE/REQUEST, or the engine's own name of it")
+    found: list[Record] = []
+    with suppress(InvalidArgument):
+        name = request_name(text)
+        found = [record for record in lines(directory, f'"request":"{name}"') if record.get("request") == name]
+    if not found:
+        named = text[:TEXT_CHARS]
+        word = f'"name":{json.dumps(named)}'
+        found = [record for record in lines(directory, word) if record.get("name") == named]
+    return found
+
+
+def happened(records: Sequence[Record], kind: str) -> tuple[StoryLine, ...]:
+    """What the history says of a request, its refusals, or its misses. Nothing where it says nothing."""
     if kind == "request":
-        return tuple(_line(record) for record in of_request)
+        return tuple(_line(record) for record in records)
     if kind == "refusal":
-        return tuple(_line(record) for record in of_request if record["what"] == "refusal")
-    opens = [record for record in of_request if record["what"] == "open"]
+        return tuple(_line(record) for record in records if record["what"] == "refusal")
+    opens = [record for record in records if record["what"] in ("open", "store")]
     return tuple(line for record in opens for line in _miss(record))
+
+
+def still_open(records: Sequence[Record]) -> list[tuple[str, int]]:
+    """(ENGINE/REQUEST, epoch) of what began and did not end, as far as the history says. epoch 0: it says nothing."""
+    began: dict[tuple[str, int], None] = {}
+    for record in records:
+        place = record.get("request", ""), int(record.get("epoch", 0))
+        if record["what"] in ("open", "store"):
+            began[place] = None
+        elif record["what"] in ("lease_end", "close"):
+            began.pop(place, None)
+    return list(began)
 
 
 def offline(directory: Path, kind: str, text: str) -> Story:
@@ -71,7 +99,7 @@ def offline(directory: Path, kind: str, text: str) -> Story:
     check_kind(kind)
     if kind == "page":
         raise InvalidArgument("who holds a page is known to the running daemon only; name the node, not its history")
-    found = happened(directory, kind, text)
+    found = happened(records_of(directory, text), kind)
     if not found:
         raise nothing_known(kind, text, directory)
     return Story(f"{kind} {text}", found)
@@ -127,11 +155,36 @@ def words(record: Record) -> str:
 
 
 def _opened(r: Record) -> str:
+    if r["state"] == "lease":
+        return f"lease {_lease(r)} to load: {_found(r)}"
     of = f" of session {r['session']}" if r.get("session") else ""
     by = f", by ticket {r['ticket']}" if r.get("ticket") else ""
     missed = f", {r['miss']['missed_tokens']:,} missed ({r['miss']['why']})" if r.get("miss") else ""
     return (f"opened as {r['state']}{of} in {r['group']}, tenant {r['tenant'] or '-'}: {r['prompt_tokens']:,} tokens, "
             f"{r['cached_tokens']:,} found{missed}{by}")  # fmt: skip
+
+
+def _lease(r: Record) -> str:
+    return f"{r['request']} of epoch {r.get('epoch', '?')}"
+
+
+def _found(r: Record) -> str:
+    missed = f", {r['miss']['missed_tokens']:,} missed ({r['miss']['why']})" if r.get("miss") else ""
+    return f"{r['prompt_tokens']:,} tokens in {r['group']}, {r['cached_tokens']:,} found{missed}"
+
+
+def _stored(r: Record) -> str:
+    session = f" of session {r['session']}" if r["session"] else ""
+    return f"lease {_lease(r)} to store{session}: {_found(r)}"
+
+
+def _lease_ended(r: Record) -> str:
+    if r["how"] == "stored":
+        return f"lease {_lease(r)} ended: stored up to token {r['tokens']:,}"
+    if r["how"] == "failed":
+        pages = f"; pages that could not be read: {', '.join(map(str, r['failed_pages']))}" if r["failed_pages"] else ""
+        return f"lease {_lease(r)} ended: a copy failed: {r['failure'] or 'no reason told'}{pages}"
+    return f"lease {_lease(r)} ended: {r['how']}"
 
 
 def _refused(r: Record) -> str:
@@ -151,6 +204,8 @@ def _forgot(r: Record) -> str:
 _SAID: Final[dict[str, Callable[[Record], str]]] = {
     "open": _opened,
     "refusal": _refused,
+    "store": _stored,
+    "lease_end": _lease_ended,
     "ready": lambda _: "its bytes have arrived: runnable",
     "close": lambda r: f"closed: {r['closing']} {r['stop_reason']}",
     "export": lambda r: f"exported as ticket {r['ticket']} {r.get('refused', '')}",

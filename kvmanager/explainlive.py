@@ -14,12 +14,12 @@ from kvmanager.errors import InvalidArgument
 from kvmanager.explain import is_number
 
 
-def request_now(node: Node, name: str) -> list[str]:
-    """A request that is open; empty when it is not. `name`: ENGINE/REQUEST, checked."""
+def request_now(node: Node, name: str, epoch: int = 0) -> list[str]:
+    """A request that is open; empty when it is not. `name`: ENGINE/REQUEST, checked. epoch: 0: whichever."""
     engine_name, _, number = name.rpartition("/")
     for engine in node.state.all_engines():
         request = engine.requests.get(int(number))
-        if engine.name == engine_name and request is not None:
+        if engine.name == engine_name and request is not None and epoch in (0, engine.epoch):
             return _request(node.state, request)
     return []
 

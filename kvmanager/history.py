@@ -28,6 +28,7 @@ WAITING_MAX: Final = 8_192
 PAUSE_S: Final = 0.1
 _QUIET = (TimelinesRead, Tick)
 """Events that matter only for their effects."""
+_LEASES = ('"state":"lease"', '"what":"store"')
 _log = logging.getLogger("kvmanager.history")
 
 
@@ -71,7 +72,7 @@ class History:
         self._caught_up = threading.Condition()
         self._passes = 0
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for record in lines(directory, '"what":"forgot"'):
+        for record in lines(directory, '"what":"forgot"', *_LEASES):
             recorder.remember(record)
         self._path = directory / "history.jsonl"
         self._thread = threading.Thread(target=self._run, name="history", daemon=True)

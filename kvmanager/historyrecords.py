@@ -35,7 +35,7 @@ from kvmanager.core.events import (
     StepDone,
     SubmitPlan,
 )
-from kvmanager.core.leaseevents import AcquirePrefix
+from kvmanager.core.leaseevents import AcquirePrefix, EndLease, LeaseEvent, ReserveSpans
 from kvmanager.core.operatorevents import (
     Cordon,
     EvictPool,
@@ -54,13 +54,20 @@ FORGOTTEN_MAX: Final = 131_072
 """Segments of which it is remembered why they were forgotten."""
 PROMPTS_MAX: Final = 16_384
 """First segments of prompts of which it is remembered in which namespaces they occurred."""
+NAMES_MAX: Final = 4_096
+"""Requests of an engine of which it is remembered that a store was told."""
+PAGES_TOLD: Final = 16
+"""Pages in a record; it may be about more."""
 KEY_HEX: Final = 16
 """Hex digits of a key in a record."""
 
 
 @dataclass
 class _Engine:
-    """What a record needs of an epoch. requests: keys of open ones, as far as they are known."""
+    """What a record needs of an epoch. requests: keys of open ones, as far as they are known.
+
+    names: the engine's own of open ones. loads: leases to read from. told: names of which a store was told.
+    """
 
     group: str
     tenant: str
@@ -68,6 +75,15 @@ class _Engine:
     key_bytes: int
     key_tokens: int
     requests: dict[int, bytearray] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    loads: set[int] = field(default_factory=set)
+    told: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    def end(self, number: int) -> None:
+        """It is open no more."""
+        self.requests.pop(number, None)
+        self.names.pop(number, None)
+        self.loads.discard(number)
 
 
 def name_of(engine: str, request: int) -> str:
@@ -111,8 +127,10 @@ class Recorder:
         match event:
             case Step() if isinstance(answer, StepDone):
                 yield from self._step(event, answer)
-            case AcquirePrefix() if isinstance(answer, Opened):
-                yield from self._acquired(event, answer)
+            case AcquirePrefix() | ReserveSpans() | EndLease():
+                known = self._engines.get((event.engine, event.epoch))
+                if known is not None:
+                    yield from self._lease(known, event, answer)
             case PlanEnded():
                 yield self._plan_ended(event, now)
             case _:
@@ -175,10 +193,12 @@ class Recorder:
             yield self._closed(event.engine, known, close)
 
     def _closed(self, engine: str, known: _Engine | None, close: Close) -> Record:
+        record: Record = {"what": "close", "request": name_of(engine, close.request_id),
+                          "closing": close.closing.value, "stop_reason": close.stop_reason}  # fmt: skip
         if known is not None:
-            known.requests.pop(close.request_id, None)
-        return {"what": "close", "request": name_of(engine, close.request_id), "closing": close.closing.value,
-                "stop_reason": close.stop_reason}  # fmt: skip
+            record |= _name(known, close.request_id)
+            known.end(close.request_id)
+        return record
 
     def _refusal(self, engine: str, request: int, of: str, error: KVError) -> Record:
         return {"what": "refusal", "request": name_of(engine, request), "of": of, **refusal_of(error)}
@@ -186,6 +206,8 @@ class Recorder:
     def _opened(self, engine: str, known: _Engine, asked: Open, opened: Opened) -> Record:
         if opened.error is not None:
             refused = self._refusal(engine, asked.request_id, "to open", opened.error)
+            if asked.name:
+                refused["name"] = asked.name
             return refused | {"prompt_tokens": asked.prompt_tokens, "growth_tokens": asked.growth_tokens}
         record: Record = {
             "what": "open", "request": name_of(engine, asked.request_id), "session": asked.session_id,
@@ -201,19 +223,68 @@ class Recorder:
         if miss:
             record["miss"] = miss
         known.requests[asked.request_id] = bytearray(asked.keys)
+        if asked.name:
+            record["name"] = known.names[asked.request_id] = asked.name
         return record
 
-    def _acquired(self, event: AcquirePrefix, opened: Opened) -> Iterator[Record]:
-        known = self._engines.get((event.engine, event.epoch))
-        if known is None:
-            return
-        record: Record = {"what": "open", "request": name_of(event.engine, event.request_id), "state": "lease",
-                          "group": known.group, "tenant": known.tenant,
-                          "cached_tokens": opened.cached_tokens}  # fmt: skip
+    # -------------------------------------------------------------------------------- leases
+
+    def _lease(self, known: _Engine, event: LeaseEvent, answer: object) -> Iterator[Record]:
+        of = {"request": name_of(event.engine, event.request_id), "epoch": event.epoch}
+        match event:
+            case EndLease() if not isinstance(answer, KVError):
+                yield self._lease_ended(known, event, of)
+            case AcquirePrefix() if isinstance(answer, Opened):
+                yield from self._acquired(known, event, answer, of)
+            case ReserveSpans() if isinstance(answer, Opened):
+                yield from self._reserved(known, event, answer, of)
+            case ReserveSpans() if isinstance(answer, CapacityError):
+                yield {"what": "refusal", **of, "name": event.name, "of": "to store", **refusal_of(answer)}
+
+    def _acquired(self, known: _Engine, event: AcquirePrefix, opened: Opened, of: Record) -> Iterator[Record]:
         most = len(event.keys) // known.key_bytes
-        record["prompt_tokens"] = most * known.key_tokens
+        record: Record = {
+            "what": "open", **of, "name": event.name, "state": "lease", "group": known.group, "tenant": known.tenant,
+            "cached_tokens": opened.cached_tokens, "prompt_tokens": most * known.key_tokens,
+        }  # fmt: skip
+        if opened.cached_tokens:
+            known.names[event.request_id] = event.name
+            known.loads.add(event.request_id)
         miss = self._miss(known, event.keys, opened.cached_tokens, most)
         yield record | ({"miss": miss} if miss else {})
+
+    def _reserved(self, known: _Engine, event: ReserveSpans, opened: Opened, of: Record) -> Iterator[Record]:
+        """Of a request that is stored in several leases the first one tells what was known, and why no more."""
+        most = len(event.keys) // known.key_bytes
+        miss = self._miss(known, event.keys, opened.cached_tokens, most)
+        known.requests[event.request_id] = bytearray(event.keys)
+        known.names[event.request_id] = event.name
+        if event.name in known.told:
+            return
+        if event.name:
+            known.told[event.name] = None
+            if len(known.told) > NAMES_MAX:
+                known.told.popitem(last=False)
+        record: Record = {
+            "what": "store", **of, "name": event.name, "session": event.session_id, "group": known.group,
+            "tenant": known.tenant, "cached_tokens": opened.cached_tokens, "prompt_tokens": most * known.key_tokens,
+        }  # fmt: skip
+        yield record | ({"miss": miss} if miss else {})
+
+    def _lease_ended(self, known: _Engine, event: EndLease, of: Record) -> Record:
+        number = event.request_id
+        how = "stored" if event.committed else "loaded" if number in known.loads else "given up"
+        if event.failed_pages or event.failure:
+            how = "failed"
+        record: Record = {"what": "lease_end", **of, "name": known.names.get(number, ""), "how": how}
+        if event.committed:
+            keys = known.requests.get(number)
+            covered = len(keys) // known.key_bytes * known.key_tokens if keys else 0
+            record["tokens"] = event.committed_tokens or covered
+        if how == "failed":
+            record |= {"failed_pages": list(event.failed_pages[:PAGES_TOLD]), "failure": event.failure}
+        known.end(number)
+        return record
 
     # ------------------------------------------------------------------------------ misses
 
@@ -277,7 +348,15 @@ class Recorder:
             self._forgotten.popitem(last=False)
 
     def remember(self, record: Record) -> None:
-        """A record of losses that an earlier daemon wrote."""
+        """A record of losses, or of a lease that may still be open, that an earlier daemon wrote."""
+        if record["what"] in ("open", "store"):
+            engine, _, number = record["request"].rpartition("/")
+            known = self._engines.get((engine, record["epoch"]))
+            if known is not None and int(number) in known.requests:
+                known.names[int(number)] = record["name"]
+                if record["what"] == "open":
+                    known.loads.add(int(number))
+            return
         for text in record.get("keys", ()):
             self._forgotten[record["namespace"], int.from_bytes(bytes.fromhex(text), "little")] = record
 
@@ -300,21 +379,29 @@ class Recorder:
 
     def _notice(self, told: Notified) -> Iterator[Record]:
         notice = told.notice
+        known = self._engines.get((told.engine, told.epoch))
         if notice.failed is not None:
             yield self._refusal(told.engine, notice.failed.request_id, "to go on", notice.failed.error)
         if notice.ready is not None and notice.ready.error is not None:
-            yield self._refusal(told.engine, notice.ready.request_id, "to wait any longer", notice.ready.error)
-            known = self._engines.get((told.engine, told.epoch))
+            refused = self._refusal(told.engine, notice.ready.request_id, "to wait any longer", notice.ready.error)
+            yield refused | _name(known, notice.ready.request_id)
             if known is not None:
-                known.requests.pop(notice.ready.request_id, None)
+                known.end(notice.ready.request_id)
         elif notice.ready is not None:
-            yield {"what": "ready", "request": name_of(told.engine, notice.ready.request_id)}
+            ready = {"what": "ready", "request": name_of(told.engine, notice.ready.request_id)}
+            yield ready | _name(known, notice.ready.request_id)
 
     def _plan_ended(self, event: PlanEnded, now: int) -> Record:
         began = self._plans.pop(event.plan_id, now)
         record: Record = {"what": "plan_end", "plan": event.plan_id, "outcome": event.outcome.value,
                           "ms": round((now - began) / 1e6, 3)}  # fmt: skip
         return record | ({"error": str(event.error)} if event.error else {})
+
+
+def _name(known: _Engine | None, number: int) -> Record:
+    """The engine's own name of a request, where it has one."""
+    name = known.names.get(number) if known is not None else None
+    return {"name": name} if name else {}
 
 
 def _number(key: bytes) -> int:

@@ -32,7 +32,7 @@ from kvmanager.errors import InvalidArgument
 from kvmanager.planwire import plan_to_proto
 from kvmanager.probe import check_probe
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.wire import NO_PAGE, error_to_proto, pack_u32, pack_u64, unpack_u32, unpack_u64
+from kvmanager.wire import NO_PAGE, TEXT_CHARS, error_to_proto, pack_u32, pack_u64, unpack_u32, unpack_u64
 
 _STATES = {
     "runnable": pb.OpenReply.RUNNABLE,
@@ -161,7 +161,14 @@ def _pieces(packed: bytes, counts: list[int], width: int) -> Iterable[bytes]:
     return [packed[start:end] for start, end in itertools.pairwise(ends)]
 
 
+def check_text(text: str, what: str) -> None:
+    """Raises InvalidArgument for one that is longer than people read."""
+    if len(text) > TEXT_CHARS:
+        raise InvalidArgument(f"{what} has {len(text)} characters; at most {TEXT_CHARS}")
+
+
 def _open(entry: pb.OpenRequest, namespace: pb.Namespace) -> Open:
+    check_text(entry.name, "name")
     ticket = None
     if entry.HasField("ticket"):
         ticket = TicketInfo(
@@ -178,6 +185,7 @@ def _open(entry: pb.OpenRequest, namespace: pb.Namespace) -> Open:
         entry.session.session_id,
         ticket,
         entry.prompt_token_ids if namespace.token_ids else b"",
+        entry.name,
     )
 
 

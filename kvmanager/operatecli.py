@@ -47,9 +47,12 @@ def transfers(runtime_dir: RuntimeDir = None, config: ConfigFile = None, as_json
     show(runtime_dir, config, as_json, AdminClient.transfers, screens.transfers_screen)
 
 
+_EXPLAINED = "ENGINE/REQUEST, or the engine's own name of the request; of a page POOL:PAGE or POOL:CLASS:PAGE."
+
+
 def explain(
     kind: Annotated[str, typer.Argument(help="page, request, refusal or miss.")],
-    named: Annotated[str, typer.Argument(metavar="ID", help="ENGINE/REQUEST; of a page POOL:PAGE or POOL:CLASS:PAGE.")],
+    named: Annotated[str, typer.Argument(metavar="ID", help=_EXPLAINED)],
     runtime_dir: RuntimeDir = None,
     config: ConfigFile = None,
     history: Annotated[Path | None, typer.Option(help="Read this history directory instead of asking a node.")] = None,

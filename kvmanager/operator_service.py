@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import grpc
 
@@ -25,9 +26,18 @@ from kvmanager.core.operatorevents import (
     UnpinPrefix,
 )
 from kvmanager.errors import InvalidArgument, InvariantViolation
-from kvmanager.explain import StoryLine, check_kind, happened, nothing_known, request_name
+from kvmanager.explain import (
+    StoryLine,
+    check_kind,
+    happened,
+    nothing_known,
+    records_of,
+    request_name,
+    still_open,
+)
 from kvmanager.fsck import check_copy, compare_sums
 from kvmanager.history import History
+from kvmanager.historyrecords import Record
 from kvmanager.loop import OwnerLoop
 from kvmanager.movers import MoverInfo
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -98,17 +108,26 @@ class OperatorService(pb_grpc.OperatorServicer):
             said: tuple[StoryLine, ...] = ()
             now = self._loop.inspect(lambda node: explainlive.page_now(node, request.id))
         else:
-            name = request_name(request.id)
             if self._history is not None:
                 self._history.catch_up()
-            said = happened(self._config().history_dir, request.kind, name)
-            asks_now = request.kind == "request"
-            now = self._loop.inspect(lambda node: explainlive.request_now(node, name)) if asks_now else []
+            records = records_of(self._config().history_dir, request.id)
+            said = happened(records, request.kind)
+            now = self._requests_now(request.id, records) if request.kind == "request" else []
             if not said and not now:
-                raise nothing_known(request.kind, name, self._config().history_dir)
+                raise nothing_known(request.kind, request.id, self._config().history_dir)
         told = [*said, *(StoryLine(0, text) for text in now)][-STORY_LINES_MAX:]
         lines = [pb.StoryLine(at_ns=line.at_ns, text=line.text) for line in told]
         return pb.ExplainReply(title=f"{request.kind} {request.id}", lines=lines)
+
+    def _requests_now(self, text: str, records: list[Record]) -> list[str]:
+        """What the core says of a request now; of one that its engine named, of each of its leases that is open."""
+        with suppress(InvalidArgument):
+            name = request_name(text)
+            return self._loop.inspect(lambda node: explainlive.request_now(node, name))
+        places = still_open(records)
+        return self._loop.inspect(
+            lambda node: [text for name, epoch in places for text in explainlive.request_now(node, name, epoch)]
+        )
 
     @typed
     def Fsck(self, request: pb.FsckRequest, context: grpc.ServicerContext) -> pb.FsckReply:

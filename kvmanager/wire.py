@@ -32,6 +32,10 @@ NO_PAGE: Final = 0xFFFFFFFF
 ERROR_METADATA_KEY: Final = "kvmanager-error-bin"
 TOKEN_METADATA_KEY: Final = "kvmanager-token"
 """gRPC metadata that carries the session token."""
+WIRE_VERSION: Final = 1
+"""Number of the contract in kvmanager.proto; a client that tells none is older. It rises with what others misread."""
+TEXT_CHARS: Final = 256
+"""Most characters of a name or a reason that is for people."""
 MESSAGE_MAX_BYTES: Final = 64 * MIB
 """Largest gRPC message either way."""
 _STRUCT_CODES: Final = {"<u4": "I", "<u8": "Q", "<i8": "q"}
@@ -240,6 +244,7 @@ _CLASSES: Final[dict[str, type[KVError]]] = {
         errors.TransferFailed,
         errors.TransferTimeout,
         errors.ChecksumMismatch,
+        errors.VersionMismatch,
         errors.Draining,
         errors.NotReady,
         errors.Suspect,
@@ -269,6 +274,7 @@ _STATUS: Final = {
     "TRANSFER_FAILED": "ABORTED",
     "TRANSFER_TIMEOUT": "DEADLINE_EXCEEDED",
     "CHECKSUM_MISMATCH": "DATA_LOSS",
+    "VERSION_MISMATCH": "FAILED_PRECONDITION",
     "NOT_IMPLEMENTED": "UNIMPLEMENTED",
 }
 

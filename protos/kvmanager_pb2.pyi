@@ -84,6 +84,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """in the contract, not yet served by this version"""
     CHECKSUM_MISMATCH: _ErrorReason.ValueType  # 21
     """bytes are not those that were written; what they were of is a miss now"""
+    VERSION_MISMATCH: _ErrorReason.ValueType  # 22
+    """client and daemon speak different versions of this contract: install the same program"""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """========================================================================================= errors
@@ -135,6 +137,8 @@ NOT_IMPLEMENTED: ErrorReason.ValueType  # 20
 """in the contract, not yet served by this version"""
 CHECKSUM_MISMATCH: ErrorReason.ValueType  # 21
 """bytes are not those that were written; what they were of is a miss now"""
+VERSION_MISMATCH: ErrorReason.ValueType  # 22
+"""client and daemon speak different versions of this contract: install the same program"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 class _CloseReason:
@@ -353,6 +357,8 @@ class RegisterRequest(_message.Message):
     LAYOUT_FINGERPRINTS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     PROBE_KEY_FIELD_NUMBER: _builtins.int
+    WIRE_VERSION_FIELD_NUMBER: _builtins.int
+    CLIENT_VERSION_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """stable name; a new epoch replaces the old one"""
     group: _builtins.str
@@ -363,6 +369,10 @@ class RegisterRequest(_message.Message):
     """opaque: last key of the two segments whose token i is 77 i + 3, for key_hash "sha256", and for "sha256_cbor" where
     the engine can make it (empty: not checked); refused with LAYOUT_MISMATCH unless it is the daemon's own
     """
+    wire_version: _builtins.int
+    """number of the contract's version that the client speaks; another: VERSION_MISMATCH"""
+    client_version: _builtins.str
+    """version of the client's program, for people"""
     @_builtins.property
     def namespace(self) -> Global___Namespace:
         """what this engine's keys mean"""
@@ -380,10 +390,12 @@ class RegisterRequest(_message.Message):
         layout_fingerprints: _abc.Iterable[_builtins.str] | None = ...,
         ranks: _builtins.int = ...,
         probe_key: _builtins.bytes = ...,
+        wire_version: _builtins.int = ...,
+        client_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "group", b"group", "layout_fingerprints", b"layout_fingerprints", "namespace", b"namespace", "probe_key", b"probe_key", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_version", b"client_version", "engine", b"engine", "group", b"group", "layout_fingerprints", b"layout_fingerprints", "namespace", b"namespace", "probe_key", b"probe_key", "ranks", b"ranks", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,12 +411,15 @@ class RegisterReply(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     DAEMON_VERSION_FIELD_NUMBER: _builtins.int
+    CHECKSUM_ONE_IN_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
     """id of the daemon's start; changes when the daemon restarts"""
     epoch: _builtins.int
     """id of this registration; carried in every message"""
     daemon_version: _builtins.str
     """version of the daemon's program, for example "0.1.0" """
+    checksum_one_in: _builtins.int
+    """count of pages stored by leases of which one has a checksum, by uid; 0: none"""
     @_builtins.property
     def limits(self) -> Global___Limits:
         """what a message may hold"""
@@ -416,10 +431,11 @@ class RegisterReply(_message.Message):
         epoch: _builtins.int = ...,
         limits: Global___Limits | None = ...,
         daemon_version: _builtins.str = ...,
+        checksum_one_in: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "daemon_version", b"daemon_version", "epoch", b"epoch", "limits", b"limits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "checksum_one_in", b"checksum_one_in", "daemon_version", b"daemon_version", "epoch", b"epoch", "limits", b"limits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -499,6 +515,7 @@ class OpenRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """id chosen by the engine, unique in its epoch"""
     prompt_tokens: _builtins.int
@@ -511,6 +528,8 @@ class OpenRequest(_message.Message):
     """rank among requests (no unit), higher first, 0 default; not acted on yet"""
     prompt_token_ids: _builtins.bytes
     """u32[tokens]: token ids of those segments, where the namespace asks for them"""
+    name: _builtins.str
+    """the engine's own name of the request, at most 256 characters: explain knows it by that, too"""
     @_builtins.property
     def session(self) -> Global___SessionHint:
         """the session it belongs to"""
@@ -530,10 +549,11 @@ class OpenRequest(_message.Message):
         ticket: Global___Ticket | None = ...,
         priority: _builtins.int = ...,
         prompt_token_ids: _builtins.bytes = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["growth_tokens", b"growth_tokens", "priority", b"priority", "prompt_keys", b"prompt_keys", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["growth_tokens", b"growth_tokens", "name", b"name", "priority", b"priority", "prompt_keys", b"prompt_keys", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1228,6 +1248,7 @@ class AcquireRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     LEASE_TTL_NS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
     """id of the daemon's start"""
     epoch: _builtins.int
@@ -1238,6 +1259,8 @@ class AcquireRequest(_message.Message):
     """key[whole segments wanted]"""
     lease_ttl_ns: _builtins.int
     """nanoseconds that the lease shall last; at most an hour"""
+    name: _builtins.str
+    """the engine's own name of the request that it is for, at most 256 characters"""
     def __init__(
         self,
         *,
@@ -1246,10 +1269,11 @@ class AcquireRequest(_message.Message):
         request_id: _builtins.int = ...,
         keys: _builtins.bytes = ...,
         lease_ttl_ns: _builtins.int = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "keys", b"keys", "lease_ttl_ns", b"lease_ttl_ns", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "keys", b"keys", "lease_ttl_ns", b"lease_ttl_ns", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1263,8 +1287,14 @@ class AcquireReply(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
+    SUMMED_PAGES_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.int
     """tokens pinned, perhaps fewer than the lookup said; 0: nothing, and there is no lease"""
+    summed_pages: _builtins.bytes
+    """u32[pages]: those of the pages, by index, whose checksums are known"""
+    sums: _builtins.bytes
+    """u64[words]: of each, rank by rank, section by section: two words, to be checked"""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanRun]:
         """where they lie"""
@@ -1274,10 +1304,12 @@ class AcquireReply(_message.Message):
         *,
         tokens: _builtins.int = ...,
         spans: _abc.Iterable[Global___SpanRun] | None = ...,
+        summed_pages: _builtins.bytes = ...,
+        sums: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spans", b"spans", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spans", b"spans", "summed_pages", b"summed_pages", "sums", b"sums", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1294,6 +1326,7 @@ class DoneRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     FAILED_PAGES_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
     """id of the daemon's start"""
     epoch: _builtins.int
@@ -1302,6 +1335,8 @@ class DoneRequest(_message.Message):
     """id of the lease"""
     failed_pages: _builtins.bytes
     """u32[pages]: page indexes whose copy failed; they are not offered again"""
+    failure: _builtins.str
+    """why copies failed, for people, at most 256 characters; empty: they did not"""
     @_builtins.property
     def fence(self) -> Global___Fence:
         """covers the reads; absent: none is under way"""
@@ -1314,10 +1349,11 @@ class DoneRequest(_message.Message):
         lease_id: _builtins.int = ...,
         failed_pages: _builtins.bytes = ...,
         fence: Global___Fence | None = ...,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "failed_pages", b"failed_pages", "fence", b"fence", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "failed_pages", b"failed_pages", "failure", b"failure", "fence", b"fence", "lease_id", b"lease_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1397,6 +1433,7 @@ class StoreReserve(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     """key[whole segments]: what will be stored, from the first token on"""
     lease_ttl_ns: _builtins.int
@@ -1405,6 +1442,8 @@ class StoreReserve(_message.Message):
     """id of the lease: chosen by the engine, unique among its leases and requests of the epoch"""
     token_ids: _builtins.bytes
     """u32[tokens]: token ids of those segments, where the namespace asks for them"""
+    name: _builtins.str
+    """the engine's own name of the request that it is for, at most 256 characters"""
     @_builtins.property
     def session(self) -> Global___SessionHint:
         """the session it belongs to"""
@@ -1417,10 +1456,11 @@ class StoreReserve(_message.Message):
         request_id: _builtins.int = ...,
         session: Global___SessionHint | None = ...,
         token_ids: _builtins.bytes = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease_ttl_ns", b"lease_ttl_ns", "request_id", b"request_id", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease_ttl_ns", b"lease_ttl_ns", "name", b"name", "request_id", b"request_id", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1435,10 +1475,16 @@ class StoreCommit(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    SUMMED_PAGES_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """id of the lease"""
     tokens: _builtins.int
     """tokens that are written, from the prompt's first on; 0: all that the lease covers"""
+    summed_pages: _builtins.bytes
+    """u32[pages]: pages of the lease, by index, whose checksums the engine made"""
+    sums: _builtins.bytes
+    """u64[words]: of each, rank by rank, section by section: two words"""
     @_builtins.property
     def fence(self) -> Global___Fence:
         """covers the writes into the pages"""
@@ -1449,10 +1495,12 @@ class StoreCommit(_message.Message):
         lease_id: _builtins.int = ...,
         fence: Global___Fence | None = ...,
         tokens: _builtins.int = ...,
+        summed_pages: _builtins.bytes = ...,
+        sums: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "lease_id", b"lease_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "lease_id", b"lease_id", "summed_pages", b"summed_pages", "sums", b"sums", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3966,7 +4014,7 @@ class ExplainRequest(_message.Message):
     kind: _builtins.str
     """"page", "request", "refusal" or "miss" """
     id: _builtins.str
-    """id: POOL:PAGE or POOL:CLASS:PAGE of a page, ENGINE/REQUEST of all else"""
+    """id: POOL:PAGE or POOL:CLASS:PAGE of a page; of all else ENGINE/REQUEST, or the engine's own name of the request"""
     def __init__(
         self,
         *,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
+import numpy as np
 
 from kvmanager.clients.engine import EngineClient, RequestStep
 from kvmanager.clients.leases import CALL_TIMEOUT_S, Lease, LeaseCalls, lease_pages
@@ -22,6 +24,34 @@ class Exported:
     ticket: pb.Ticket
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The first segments of a request: their keys, and how to get their token ids, when the call is made."""
+
+    name: str
+    session_id: str
+    keys: bytes
+    token_ids: Callable[[], bytes]
+
+
+@dataclass(frozen=True)
+class About:
+    """What a request's calls say of it. name: the engine's own. keys, token_ids: growing; no token ids: not told."""
+
+    name: str
+    session_id: str
+    keys: Sequence[bytes]
+    token_ids: Sequence[int] = ()
+
+    def first(self, segments: int, segment_tokens: int) -> Wanted:
+        """Its first segments; what costs time is left to the thread that makes the call."""
+        ids, count = self.token_ids, segments * segment_tokens
+        return Wanted(
+            self.name, self.session_id, b"".join(self.keys[:segments]),
+            lambda: np.asarray(ids[:count], "<u4").tobytes() if len(ids) else b"",
+        )  # fmt: skip
+
+
 class EngineCalls(LeaseCalls):
     """Of one registered engine; raises like `LeaseCalls`. Fences name all ranks and never go back."""
 
@@ -29,20 +59,24 @@ class EngineCalls(LeaseCalls):
         super().__init__(channel, client, timeout_s)
         self._peer_stub = pb_grpc.PeerStub(channel)
 
+    def reserve_of(self, lease_id: int, wanted: Wanted) -> Lease:
+        """See `reserve`."""
+        return self.reserve(lease_id, wanted.keys, wanted.session_id, token_ids=wanted.token_ids(), name=wanted.name)
+
     def pull(
-        self, request_id: int, keys: bytes, tokens: int, fence: pb.Fence, session_id: str, ticket: pb.Ticket
-    ) -> Lease | None:
+        self, request_id: int, wanted: Wanted, tokens: int, fence: pb.Fence, ticket: pb.Ticket
+    ) -> Lease | None:  # fmt: skip
         """Has the first `tokens` tokens fetched from another node; None: they are on their way, see `landed`."""
-        return self._open(request_id, keys, tokens, fence, session_id, ticket)
+        return self._open(request_id, wanted, tokens, fence, ticket)
 
     def landed(self, request_id: int) -> Lease | None:
         """What a `pull` brought, None while it is on its way. Raises why it did not come."""
         opened = self._client.take_ready(request_id)
         return None if opened is None else _lease(opened)
 
-    def export(self, request_id: int, keys: bytes, tokens: int, fence: pb.Fence, session_id: str) -> Exported:
+    def export(self, request_id: int, wanted: Wanted, tokens: int, fence: pb.Fence) -> Exported:
         """Pages for a prompt of `tokens` tokens, and a ticket on it that another node may use at once."""
-        lease = self._open(request_id, keys, tokens, fence, session_id)
+        lease = self._open(request_id, wanted, tokens, fence)
         assert lease is not None, "nothing of a cache group lies on another tier"
         try:
             return Exported(lease, self._client.export(request_id, self._timeout_s, expected_tokens=tokens))
@@ -67,14 +101,13 @@ class EngineCalls(LeaseCalls):
         _check(self._client.step(fence=fence, closes=[close], timeout_s=self._timeout_s).errors.get(request_id))
 
     def _open(
-        self, request_id: int, keys: bytes, tokens: int, fence: pb.Fence, session_id: str,
-        ticket: pb.Ticket | None = None,
-    ) -> Lease | None:  # fmt: skip
-        wanted = pb.OpenRequest(
-            request_id=request_id, prompt_tokens=tokens, prompt_keys=keys, ticket=ticket,
-            session=pb.SessionHint(session_id=session_id),
+        self, request_id: int, wanted: Wanted, tokens: int, fence: pb.Fence, ticket: pb.Ticket | None = None
+    ) -> Lease | None:
+        request = pb.OpenRequest(
+            request_id=request_id, prompt_tokens=tokens, prompt_keys=wanted.keys, ticket=ticket,
+            session=pb.SessionHint(session_id=wanted.session_id), prompt_token_ids=wanted.token_ids(), name=wanted.name,
         )  # fmt: skip
-        opened = self._client.step(fence=fence, opens=[wanted], timeout_s=self._timeout_s).opened[request_id]
+        opened = self._client.step(fence=fence, opens=[request], timeout_s=self._timeout_s).opened[request_id]
         if opened.state == pb.OpenReply.REFUSED:
             raise error_from_proto(opened.error)
         return None if opened.state == pb.OpenReply.WAITING else _lease(opened)

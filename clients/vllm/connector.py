@@ -91,6 +91,7 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._copying: Copying | None = None
         self._memory: EngineMemory | None = None
         self._pool: Pool | None = None
+        self._tells_token_ids = False
         self._settings: Settings | None = None
         self._finished_orders: Orders | None = None
         try:
@@ -118,6 +119,7 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         name = self._settings.weights or model.model
         revision = revision_of("" if self._settings.weights else model.model, model.revision, parts)
         namespace = namespace_of(name, revision, kv_format, str(cache.prefix_caching_hash_algo), tokens)
+        namespace.token_ids = self._tells_token_ids = self._settings.token_ids
         hint = group_table(self._settings, kv_format, tokens, ranks)
         fingerprint = plain_layout(kv_format, tokens).fingerprint
         self._link = Link(self._settings, namespace, fingerprint, ranks, hint)
@@ -138,7 +140,7 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduling.arrived(
                 request.request_id, request.block_hashes, str(params.get("session_id", "")),
                 export_tokens=request.num_prompt_tokens if params.get("do_remote_decode") else 0,
-                ticket=_ticket(request),
+                ticket=_ticket(request), token_ids=request.all_token_ids if self._tells_token_ids else (),
             )  # fmt: skip
 
     @_harmless(lambda: (0, False))

@@ -10,7 +10,8 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from kvmanager.clients.leases import page_rows
@@ -19,8 +20,11 @@ from kvmanager.clients.vllm.blocks import EngineBlocks
 from kvmanager.clients.vllm.orders import Ended, LoadOrder, Orders, Report, SaveOrder
 from kvmanager.clients.worker import WorkerRank
 from kvmanager.errors import KVError, NotReady, StaleBoot
+from kvmanager.transport.checksums import section_sum
 
 LOOK_S: Final = 0.1
+SUM_BYTES: Final = 16
+"""Of a page on one rank: it is one section."""
 _log = logging.getLogger("kvmanager.vllm")
 
 
@@ -64,15 +68,16 @@ class Copying:
             self._save(orders.epoch, order)
 
     def _save(self, epoch: int, order: SaveOrder) -> None:
-        ok = False
+        ok, sums = False, {}
         rows = self._rows
         if rows is not None and epoch == self._epoch:
             try:
                 self._blocks.save(rows, order.pages, order.block_ids)
+                sums = {page: section_sum(rows[page]).tobytes() for page in order.summed}
                 ok = True
             except Exception:
                 _log.exception("a save failed")
-        self._end(order.lease_id, len(order.pages), ok=ok)
+        self._end(Ended(order.lease_id, 0, len(order.pages), ok, sums=sums))
 
     def received(self) -> set[str]:
         """Requests whose loads have ended since it was asked last."""
@@ -111,14 +116,14 @@ class Copying:
 
     # ----------------------------------------------------------------------------- the copies
 
-    def _end(self, lease_id: int, copies: int, *, ok: bool, failed_pages: list[int] | None = None) -> None:
-        """Raises the timeline behind a copy and notes it."""
+    def _end(self, ended: Ended) -> None:
+        """Raises the timeline behind a copy and notes it with the value."""
         with self._lock:
             if self._attached is not None:
                 self._value += 1
                 self._attached.raise_timeline(self._value)
-            if lease_id:
-                self._ended.append(Ended(lease_id, self._value, copies, ok, failed_pages or []))
+            if ended.lease_id:
+                self._ended.append(replace(ended, value=self._value))
 
     def _run(self) -> None:
         while not self._stopping:
@@ -133,21 +138,32 @@ class Copying:
 
     def _load(self, epoch: int, order: LoadOrder) -> None:
         """Never raises: the request must be reported, whatever happened."""
-        lost = list(order.lost_block_ids)
-        failed: list[int] = []
+        lost, failed, failure = list(order.lost_block_ids), list[int](), ""
         if order.pages:
             try:
                 self._look()
                 if self._rows is None or epoch != self._epoch:
                     raise NotReady("this rank is not attached")
-                self._blocks.load(self._rows, order.pages, order.block_ids)
+                failed = self._differing(self._rows, order.sums)
+                right = [place for place, page in enumerate(order.pages) if page not in failed]
+                self._blocks.load(
+                    self._rows, [order.pages[place] for place in right], [order.block_ids[place] for place in right]
+                )
+                lost += [block for block, page in zip(order.block_ids, order.pages, strict=True) if page in failed]
+                failure = f"{len(failed)} pages are not what was written" if failed else ""
             except Exception as error:
-                _log.warning("a load of %d blocks failed: %s", len(order.pages), error)
-                lost = [*order.block_ids, *lost]
-        self._end(order.lease_id, len(order.pages), ok=len(lost) == len(order.lost_block_ids), failed_pages=failed)
+                lost, failure = [*order.block_ids, *order.lost_block_ids], f"{type(error).__name__}: {error}"
+        if failure:
+            _log.warning("a load of %d blocks failed: %s", len(order.pages), failure)
+        self._end(Ended(order.lease_id, 0, len(order.pages), not failure, failed, failure))
         with self._lock:
             self._lost.update(lost)
             self._received.add(order.request_id)
+
+    def _differing(self, rows: Memory, sums: Mapping[int, bytes]) -> list[int]:
+        """Pages whose bytes are not those that were written."""
+        mine = slice(self._rank * SUM_BYTES, (self._rank + 1) * SUM_BYTES)
+        return [page for page, all_ranks in sums.items() if section_sum(rows[page]).tobytes() != all_ranks[mine]]
 
     # -------------------------------------------------------------------------------- attach
 

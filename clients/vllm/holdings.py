@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from kvmanager.clients.leases import Lease
-from kvmanager.clients.vllm.calls import EngineCalls
+from kvmanager.clients.vllm.calls import About, EngineCalls
 from kvmanager.protos import kvmanager_pb2 as pb
 
 T = TypeVar("T")
@@ -20,6 +20,7 @@ class Line(Protocol):
 
     epoch: int
     up: bool
+    checksum_one_in: int
 
     def read(self, call: Callable[[EngineCalls], object]) -> Future[object]:
         """At once, beside everything else, or fails."""
@@ -55,7 +56,10 @@ class Load:
 
 @dataclass
 class Store:
-    """A reservation. first: block of the first page. ordered, copied: leading pages that were, and are, filled."""
+    """A reservation. first: block of the first page. ordered, copied: leading pages that were, and are, filled.
+
+    uids: of the pages' content. sums: of pages that were filled, of all ranks.
+    """
 
     lease_id: int
     asked: Future[object]
@@ -66,6 +70,12 @@ class Store:
     ordered: int = 0
     copied: int = 0
     failed: bool = False
+    uids: dict[int, int] = field(default_factory=dict)
+    sums: dict[int, bytes] = field(default_factory=dict)
+
+    def to_be_summed(self, pages: Sequence[int], one_in: int) -> list[int]:
+        """Those of the pages that are to have checksums."""
+        return [page for page in pages if one_in and page in self.uids and self.uids[page] % one_in == 0]
 
     def complete(self, held: Held) -> int:
         """Leading pages whose blocks are complete."""
@@ -76,9 +86,9 @@ class Store:
 
     def end(self, line: Line, block_tokens: int, fence: pb.Fence) -> None:
         """Publishes what was copied; nothing where a copy failed."""
-        lease_id, tokens = self.lease_id, (self.first + self.copied) * block_tokens
+        lease_id, tokens, sums = self.lease_id, (self.first + self.copied) * block_tokens, self.sums
         if self.copied and not self.failed:
-            line.tell(lambda calls: calls.commit(lease_id, fence, tokens))
+            line.tell(lambda calls: calls.commit(lease_id, fence, tokens, sums))
         else:
             covering = fence if self.ordered else None
             line.tell(lambda calls: calls.abort(lease_id, covering))
@@ -166,7 +176,7 @@ class Held:
     """
 
     keys: Sequence[bytes]
-    session_id: str
+    about: About
     lookup: Future[object] | None = None
     asked_s: float = 0.0
     known: int | None = None

@@ -23,7 +23,7 @@ from kvmanager.clients.engine import EngineClient
 from kvmanager.clients.leases import Lease
 from kvmanager.clients.vllm.calls import EngineCalls
 from kvmanager.clients.vllm.settings import Settings
-from kvmanager.errors import KVError, NotReady, StaleBoot, StaleEpoch, Suspect, UnknownLease
+from kvmanager.errors import KVError, NotReady, StaleBoot, StaleEpoch, Suspect, UnknownLease, VersionMismatch
 from kvmanager.protos import kvmanager_pb2 as pb
 
 LOOK_S: Final = 0.1
@@ -104,6 +104,9 @@ class Link:
         """Of the registration; 0 before the first."""
         self.up = False
         """Whether the daemon answered last."""
+        self.checksum_one_in = 0
+        """Of how many stored pages one is to have a checksum; 0: none."""
+        self._refused = ""
         self._thread = threading.Thread(target=self._run, name="kvmanager-link", daemon=True)
         self._thread.start()
 
@@ -191,8 +194,10 @@ class Link:
         """Connects, or goes on, and then makes calls until something breaks."""
         if self._connection is None:
             self._connection = self._connect()
-            self.epoch = self._connection.client.epoch
-            _log.info("registered as epoch %d", self.epoch)
+            client = self._connection.client
+            self.epoch, self.checksum_one_in, self._refused = client.epoch, client.checksum_one_in, ""
+            of = client.namespace
+            _log.info("registered as epoch %d: model %r, revision %r", self.epoch, of.model, of.weights_revision)
         else:
             self._connection.look()
         self.up = True
@@ -280,7 +285,7 @@ class Link:
         self.up = False
         self._fail_waiting(error)
         if isinstance(error, KVError) and not isinstance(error, NotReady) and self._connection is None:
-            _log.error("refused: %s; the node's configuration needs a group like\n%s", error, self._hint)
+            self._say_refused(error)
             time.sleep(REFUSED_RETRY_S)
         if isinstance(error, (StaleBoot, StaleEpoch)) or not isinstance(error, (KVError, grpc.RpcError)):
             self._forget()
@@ -288,6 +293,16 @@ class Link:
             with contextlib.suppress(KVError, grpc.RpcError):
                 self._connection.client.step()
         time.sleep(RETRY_S)
+
+    def _say_refused(self, error: KVError) -> None:
+        """Once for each reason: it is tried again and again."""
+        if str(error) == self._refused:
+            return
+        self._refused = str(error)
+        if isinstance(error, VersionMismatch):
+            _log.error("refused, the engine runs without the cache: %s", error)
+        else:
+            _log.error("refused: %s; the node's configuration needs a group like\n%s", error, self._hint)
 
     def _forget(self) -> None:
         """The epoch is over: nothing of it needs an end any more."""

@@ -10,6 +10,7 @@ class LoadOrder:
     """Copy cache pages into the engine's blocks, then report the request as received.
 
     pages[i] -> block_ids[i]. lost_block_ids: blocks of the request that nobody can fill. lease_id 0: nothing is leased.
+    sums: page -> what it must add up to, of all ranks, where that is known.
     """
 
     request_id: str
@@ -17,15 +18,20 @@ class LoadOrder:
     pages: list[int]
     block_ids: list[int]
     lost_block_ids: list[int]
+    sums: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass
 class SaveOrder:
-    """Copy the engine's blocks into reserved pages at the end of this step: block_ids[i] -> pages[i]."""
+    """Copy the engine's blocks into reserved pages at the end of this step: block_ids[i] -> pages[i].
+
+    summed: pages of which checksums are made.
+    """
 
     lease_id: int
     pages: list[int]
     block_ids: list[int]
+    summed: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -42,7 +48,8 @@ class Orders:
 class Ended:
     """A copy ended: all work on the pages is over when the rank's timeline word has reached `value`.
 
-    copies: how many pages it was ordered to copy. ok: their bytes are right. failed_pages: those that can't be read.
+    copies: how many pages it was ordered to copy. ok: their bytes are right. failed_pages: those that can't be read, or
+    are not what was written; failure: why. sums: page -> its checksum on this rank, where it was to be made.
     """
 
     lease_id: int
@@ -50,6 +57,8 @@ class Ended:
     copies: int
     ok: bool
     failed_pages: list[int] = field(default_factory=list)
+    failure: str = ""
+    sums: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass

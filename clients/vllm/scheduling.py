@@ -17,13 +17,13 @@ from concurrent.futures import Future
 from typing import Final
 
 from kvmanager.clients.leases import Lease
-from kvmanager.clients.vllm.calls import Exported
+from kvmanager.clients.vllm.calls import About, Exported
 from kvmanager.clients.vllm.handover import covered
 from kvmanager.clients.vllm.holdings import Export, Held, Line, Load, Pull, Store, result_or
 from kvmanager.clients.vllm.orders import Ended, LoadOrder, Orders, Report, SaveOrder
 from kvmanager.errors import CapacityError
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.wire import pack_u64
+from kvmanager.wire import TEXT_CHARS, pack_u64
 
 STORE_BLOCKS: Final = 128
 """Most blocks of one reservation."""
@@ -58,13 +58,15 @@ class Scheduling:
 
     def arrived(
         self, request_id: str, keys: Sequence[bytes], session_id: str = "", *,
-        export_tokens: int = 0, ticket: pb.Ticket | None = None,
+        export_tokens: int = 0, ticket: pb.Ticket | None = None, token_ids: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """A request came; it is looked up ahead of being asked about.
 
         export_tokens: of its prompt, if another engine shall go on with it. ticket: on what another has computed of it.
+        token_ids: its tokens, growing as the keys do, where KV events shall tell them.
         """
-        held = self._held[request_id] = Held(keys, session_id, asked_s=time.monotonic())
+        about = About(request_id[:TEXT_CHARS], session_id, keys, token_ids)
+        held = self._held[request_id] = Held(keys, about, asked_s=time.monotonic())
         if ticket is not None:
             held.pull = Pull(ticket, covered(ticket), held.asked_s)
         elif export_tokens:
@@ -127,7 +129,7 @@ class Scheduling:
             return
         lease_id = self._new_lease("load", request_id)
         keys = b"".join(held.keys[: first + count])
-        asked = self._line.read(lambda calls: calls.acquire(lease_id, keys))
+        asked = self._line.read(lambda calls: calls.acquire(lease_id, keys, name=held.about.name))
         held.load = Load(lease_id, first, list(block_ids[first : first + count]), asked, self._line.epoch)
 
     def _new_lease(self, kind: str, request_id: str) -> int:
@@ -146,18 +148,18 @@ class Scheduling:
         """Opens what an export or a pull needs, once it can be."""
         if not self.ready or held.finished_s:
             return
-        fence, session = self._fence(), held.session_id
+        fence, about = self._fence(), held.about
         if held.export_tokens:
             lease_id, tokens, held.export_tokens = self._new_lease("store", request_id), held.export_tokens, 0
-            keys = b"".join(held.keys[: tokens // self._tokens])
-            asked = self._line.ask(lambda calls: calls.export(lease_id, keys, tokens, fence, session))
+            wanted = about.first(tokens // self._tokens, self._tokens)
+            asked = self._line.ask(lambda calls: calls.export(lease_id, wanted, tokens, fence))
             held.export = Export(lease_id, asked, self._line.epoch, tokens=tokens)
         elif held.pull is not None and held.pull.asked is None:
             pull = held.pull
             pull.request_id = self._new_lease("pull", request_id)
-            keys = b"".join(held.keys[: pull.tokens // self._tokens])
+            wanted = about.first(pull.tokens // self._tokens, self._tokens)
             pull.asked = self._line.ask(
-                lambda calls: calls.pull(pull.request_id, keys, pull.tokens, fence, session, pull.ticket)
+                lambda calls: calls.pull(pull.request_id, wanted, pull.tokens, fence, pull.ticket)
             )
 
     def _exporting(self, held: Held) -> bool:
@@ -281,7 +283,7 @@ class Scheduling:
             pages = lease.pages[load.first : load.first + len(load.block_ids)]
         order = LoadOrder(
             request_id, load.lease_id if lease.tokens else 0, pages, load.block_ids[: len(pages)],
-            load.block_ids[len(pages) :],
+            load.block_ids[len(pages) :], {page: lease.sums[page] for page in pages if page in lease.sums},
         )  # fmt: skip
         held.barred |= bool(order.lost_block_ids)
         if not pages:
@@ -303,7 +305,9 @@ class Scheduling:
         end = store.complete(held)
         if end > store.ordered:
             ids = held.blocks[store.first + store.ordered : store.first + end]
-            orders.saves.append(SaveOrder(store.lease_id, store.pages[store.ordered : end], ids))
+            pages = store.pages[store.ordered : end]
+            summed = store.to_be_summed(pages, self._line.checksum_one_in)
+            orders.saves.append(SaveOrder(store.lease_id, pages, ids, summed))
             store.ordered = end
 
     def _reserve(self, request_id: str, held: Held) -> None:
@@ -315,8 +319,8 @@ class Scheduling:
         if not ready or not held.blocks or wanted <= held.saved or time.monotonic() < held.pause_until:
             return
         lease_id = self._new_lease("store", request_id)
-        keys, session = b"".join(held.keys[:wanted]), held.session_id
-        asked = self._line.ask(lambda calls: calls.reserve(lease_id, keys, session))
+        of = held.about.first(wanted, self._tokens)
+        asked = self._line.ask(lambda calls: calls.reserve_of(lease_id, of))
         held.store = Store(lease_id, asked, self._line.epoch)
 
     def _granted(self, held: Held, store: Store) -> None:
@@ -331,6 +335,7 @@ class Scheduling:
             return
         assert isinstance(lease, Lease)
         store.granted, store.pages, store.first = True, lease.pages, lease.tokens // self._tokens
+        store.uids = dict(zip(lease.pages, lease.uids, strict=bool(lease.uids)))
         if not lease.pages:
             held.saved = max(held.saved, store.first)
             self._end_store(store)
@@ -364,6 +369,8 @@ class Scheduling:
             store = held.store
             store.copied += next(iter(said.values())).copies
             store.failed |= not all(ended.ok for ended in said.values())
+            for page in said[0].sums if 0 in said else ():
+                store.sums[page] = b"".join(said[rank].sums[page] for rank in sorted(said))
             store.written(self._line, self._tokens, self._fence())
             if store.copied == store.ordered and (store.failed or store.copied == len(store.pages)):
                 self._finish_store(held, store)
@@ -391,7 +398,8 @@ class Scheduling:
             return
         fence = self._fence() if said else None
         failed = sorted({page for ended in said.values() for page in ended.failed_pages}) if said else []
-        self._line.tell(lambda calls: calls.done(lease_id, fence, failed))
+        failure = next((ended.failure for ended in said.values() if ended.failure), "") if said else ""
+        self._line.tell(lambda calls: calls.done(lease_id, fence, failed, failure))
 
     def _end_store(self, store: Store) -> None:
         """What was copied is published; copies that were ordered have been reported, so the fence covers them."""
@@ -444,8 +452,8 @@ class Scheduling:
             if held.store is not None:
                 self._end_store(held.store)
             del self._held[request_id]
-            if held.session_id:
-                self._line.turn_ended(held.session_id, held.stop_reason)
+            if held.about.session_id:
+                self._line.turn_ended(held.about.session_id, held.stop_reason)
 
     @property
     def waiting(self) -> bool:

@@ -28,6 +28,7 @@ class Settings:
     finished request's blocks may be kept for their save. call_timeout_s: a daemon that answers nothing for so long is
     away. memory_group: the node's group of kind "engine" that the engine's own blocks lie in; "": in memory of the
     engine. memory_wait_s: how long its start waits for that.
+    token_ids: whether KV events tell the token ids of what it stores; keys with and without are never shared.
     """
 
     runtime_dir: Path
@@ -39,6 +40,7 @@ class Settings:
     weights: str = ""
     memory_group: str = ""
     memory_wait_s: float = 30.0
+    token_ids: bool = False
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], engine_id: str) -> Settings:
@@ -46,6 +48,7 @@ class Settings:
         known: dict[str, type[Any]] = {
             "runtime_dir": str, "group": str, "engine": str, "namespace": str, "hold_s": float, "call_timeout_s": float,
             "weights": str, "memory_group": str, "memory_wait_s": float,
+            "token_ids": bool,
         }  # fmt: skip
         for key, value in extra.items():
             if key not in known:
@@ -66,6 +69,7 @@ class Settings:
             extra.get("weights", ""),
             extra.get("memory_group", ""),
             float(extra.get("memory_wait_s", 30.0)),
+            extra.get("token_ids", False),
         )
 
 

@@ -143,6 +143,7 @@ class Open:
     session_id: str = ""
     ticket: TicketInfo | None = None
     token_ids: bytes = b""
+    name: str = ""  # the engine's own name of it
 
 
 @dataclass(frozen=True)
@@ -284,8 +285,6 @@ READS = (CheckTicket,)
 
 
 # ----------------------------------------------------------------------------------- effects
-
-
 @dataclass(frozen=True)
 class SpanRunTable:
     """Consecutive spans of a request's chain; page arrays are concatenated in span order.

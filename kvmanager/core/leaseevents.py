@@ -11,6 +11,7 @@ class AcquirePrefix:
 
     request_id: the lease's, chosen by the engine.
     lease_ttl_ns: how long it shall last; it ends by itself only for an engine that never attached a rank.
+    name: the engine's own name of the request that it is for.
     """
 
     engine: str
@@ -18,13 +19,14 @@ class AcquirePrefix:
     request_id: int
     keys: bytes
     lease_ttl_ns: int
+    name: str = ""
 
 
 @dataclass(frozen=True)
 class ReserveSpans:
     """Takes pages for what is not known of `keys`, to be filled by the engine; the known prefix is pinned, too.
 
-    token_ids: u32, those of the keys, or none.
+    token_ids: u32, those of the keys, or none. name: the engine's own name of the request that it is for.
     """
 
     engine: str
@@ -34,6 +36,7 @@ class ReserveSpans:
     lease_ttl_ns: int
     session_id: str = ""
     token_ids: bytes = b""
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ class EndLease:
     """A lease ends once `fence` (attach id -> timeline value) has passed; empty: no work on its pages is under way.
 
     committed: its pages are filled then and become findable; needs a fence. committed_tokens: as far as they are, from
-    the prompt's first token on; 0: all. failed_pages: those that could not be read.
+    the prompt's first token on; 0: all. failed_pages: those that could not be read; failure: why, in the engine's
+    words. summed_pages: those of which `sums` has checksums, made by who filled them: u64, page by page, of each rank
+    by rank, section by section.
     """
 
     engine: str
@@ -51,6 +56,9 @@ class EndLease:
     committed: bool = False
     committed_tokens: int = 0
     failed_pages: tuple[int, ...] = ()
+    failure: str = ""
+    summed_pages: tuple[int, ...] = ()
+    sums: bytes = b""
 
 
 LeaseEvent = AcquirePrefix | ReserveSpans | EndLease

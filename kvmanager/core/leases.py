@@ -12,6 +12,7 @@ from kvmanager.core.fences import check_fence, check_names_all, resolve_fences
 from kvmanager.core.forgetting import condemn
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.leaseevents import AcquirePrefix, EndLease, ReserveSpans
+from kvmanager.core.leasesums import Acquired, keep_sums, sums_of
 from kvmanager.core.lifecycle import drop_request
 from kvmanager.core.opening import reserve_spans
 from kvmanager.core.operatorevents import Loss
@@ -36,7 +37,7 @@ def acquire(state: State, event: AcquirePrefix) -> Opened:
     if known is not None:
         if known.chains[0].shared < len(known.chains[0].rows):
             raise InvalidArgument(f"lease {event.request_id} fills pages; choose another id to read some")
-        return _answer(known, 0)
+        return _acquired(known)
     chain = group.chains[0]
     match = chain.index.match_whole(event.keys, len(event.keys) // group.key_bytes, engine.namespace)
     engine.heard_ns = state.now
@@ -56,7 +57,7 @@ def acquire(state: State, event: AcquirePrefix) -> Opened:
     engine.requests[request.request_id] = request
     state.counters["acquire"] += 1
     state.counters["acquired_tokens"] += tokens
-    return _answer(request, 0)
+    return _acquired(request)
 
 
 def _pinned(group: Group, chain: Chain, rows: RowArray) -> RowArray:
@@ -137,6 +138,8 @@ def end(state: State, event: EndLease) -> None:
             f".. {request.prompt_tokens} (covered)"
         )
     group = state.groups[engine.group]
+    if event.committed:
+        keep_sums(state, request, event.summed_pages, event.sums)
     _condemn(state, request, event.failed_pages)
     entry = FenceEntry(dict(event.fence), state.now, closes=[request.request_id])
     engine.heard_ns = state.now
@@ -205,6 +208,14 @@ def _answer(request: Request, first: int) -> Opened:
     part = request.chains[0]
     spans = (part.table_from(first),) if first < len(part.rows) else ()
     return Opened(request.request_id, "runnable", part.shared * _span_tokens(part), spans)
+
+
+def _acquired(request: Request) -> Acquired:
+    """All of the lease's spans, and what is known of their sums."""
+    answer, (pages, sums) = _answer(request, 0), sums_of(request)
+    return Acquired(
+        answer.request_id, answer.state, answer.cached_tokens, answer.spans, summed_pages=pages, sums=sums
+    )
 
 
 def _span_tokens(part: RequestChain) -> int:

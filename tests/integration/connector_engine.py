@@ -83,6 +83,7 @@ class ConnectorEngine:
         self.scheduling.arrived(
             request_id, request.block_hashes,
             export_tokens=len(tokens) if request.kv_transfer_params.get("do_remote_decode") else 0, ticket=ticket,
+            token_ids=tokens if self.namespace.token_ids else (),
         )  # fmt: skip
         self.running[request_id] = Running(request, tokens)
         return self.running[request_id]

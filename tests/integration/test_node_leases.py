@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 from nodes_support import Node, kill_and_wait, node, says, script, wait_for
 
+from kvmanager import __version__
+from kvmanager.clients.attach import attach, grpc_channel
 from kvmanager.clients.leases import LEASE_TTL_NS, CacheEngine
-from kvmanager.errors import InvalidArgument, LayoutMismatch, UnknownLease
+from kvmanager.errors import InvalidArgument, LayoutMismatch, UnknownLease, UnknownRequest, VersionMismatch
 from kvmanager.layout import plain_format, plain_layout
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.transport.checksums import section_sum
+from kvmanager.wire import WIRE_VERSION, error_from_rpc
 from tests.sim.driver import chain_keys
 
 ROWS, PAGES = 16, 12
@@ -180,3 +186,101 @@ def test_more_than_the_pool_holds_is_stored_as_far_as_it_fits(served: Node) -> N
     wait_for(lambda: held.lookup(keys(2, 4), 4 * ROWS) == 4 * ROWS)
     check(held, 3, what=1, segments=PAGES, expected=PAGES - 4)
     held.close()
+
+
+OLD_REGISTER = bytes.fromhex(
+    "0a036f6c6412026b761a2a0a016d1201311a116b762f666c6f617433322f337832783634220b766c6c6d5f73686132353628203010224031"
+    "6632343232346137393636353533353935636231623835666335353233663066316634306461323333333463333337376133663964633630"
+    "623265313562662801"
+)
+"""A RegisterRequest as the program sent it before it told its version (engine "old", group "kv")."""
+
+
+def test_a_client_of_another_version_is_refused_by_name(served: Node) -> None:
+    with closing(attach(served.runtime_dir, "engine", "old")) as door, grpc_channel(door) as channel:
+        register = channel.unary_unary(
+            "/kvmanager.v1.Engine/Register", request_serializer=bytes, response_deserializer=pb.RegisterReply.FromString
+        )
+        newer = pb.RegisterRequest.FromString(OLD_REGISTER)
+        newer.wire_version, newer.client_version = WIRE_VERSION + 1, "7.8.9"
+        same = pb.RegisterRequest.FromString(OLD_REGISTER)
+        same.wire_version = WIRE_VERSION
+        for message, words in (
+            (OLD_REGISTER, ("older", f"wire version {WIRE_VERSION}", __version__, "install")),
+            (newer.SerializeToString(), ("newer", "7.8.9", __version__, "install")),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                register(message)
+            error = error_from_rpc(caught.value)
+            assert isinstance(error, VersionMismatch)
+            for word in words:
+                assert word in str(error)
+        assert not served.admin.status().engines
+        assert register(same.SerializeToString()).daemon_version == __version__, "nothing else was wrong with it"
+
+
+def test_what_was_stored_is_read_with_its_sums_and_wrong_bytes_are_offered_once(served: Node) -> None:
+    held = engine(served.runtime_dir, "a")
+    reserved = held.reserve(1, keys(7, 4))
+    for place, page in enumerate(reserved.pages):
+        held.page(0, page)[:] = content(7, place)
+    sums = {page: section_sum(held.page(0, page)).tobytes() for page in reserved.pages[:3]}
+    for wrong in ({99: bytes(16)}, {reserved.pages[0]: bytes(8)}):
+        with pytest.raises(InvalidArgument, match="sums"):
+            held.commit(1, sums=wrong)
+    held.commit(1, sums=sums)
+    wait_for(lambda: held.lookup(keys(7, 4), 4 * ROWS) == 4 * ROWS)
+    assert served.counters()["summed_page"] == 3
+    # The daemon dies: what it knows of the bytes is in its journal.
+    kill_and_wait(served.pid_of("daemon"))
+    served.reopen()
+    held.renew()
+    got = held.acquire(2, keys(7, 4))
+    assert got.sums == sums
+    bad = got.pages[1]
+    held.page(0, bad)[5] ^= 1
+    assert [page for page in got.sums if section_sum(held.page(0, page)).tobytes() != got.sums[page]] == [bad]
+    held.done(2, failed_pages=[bad], failure="1 page is not what was written")
+    wait_for(lambda: held.lookup(keys(7, 4), 4 * ROWS) == ROWS)
+    # Its place is used anew: the sums of what lay there before are nobody's.
+    assert store(held, 3, what=7, segments=4) == 3
+    wait_for(lambda: held.lookup(keys(7, 4), 4 * ROWS) == 4 * ROWS)
+    assert list(held.acquire(4, keys(7, 4)).sums) == got.pages[:1]
+    held.done(4)
+    held.close()
+    served.wait_at_rest()
+
+
+def test_the_story_of_a_request_by_the_name_that_its_engine_has_for_it(served: Node) -> None:
+    held = engine(served.runtime_dir, "a")
+    name = 'cmpl-"7"'
+    held.reserve(1, keys(7, 4), "chat", name=name)
+    story = [line.text for line in served.admin.explain("request", name).lines]
+    assert "a/1 of epoch" in story[0]
+    assert "to store of session chat" in story[0]
+    assert "64 tokens in kv, 0 found, 64 missed (never seen)" in story[0]
+    assert any("running" in text for text in story[1:]), story
+    kill_and_wait(served.pid_of("daemon"))
+    served.reopen()
+    held.renew()
+    held.commit(1)
+    wait_for(lambda: held.lookup(keys(7, 4), 4 * ROWS) == 4 * ROWS)
+    got = held.acquire(2, keys(7, 5), name=name)
+    assert got.tokens == 4 * ROWS
+    held.done(2, failed_pages=got.pages[3:], failure="broken on purpose")
+    other = engine(served.runtime_dir, "b")
+    assert other.acquire(1, keys(7, 4), name="other").tokens == 3 * ROWS
+    other.done(1)
+    story = [line.text for line in served.admin.explain("request", name).lines]
+    assert [text.partition(" of epoch")[0] for text in story] == ["lease a/1", "lease a/1", "lease a/2", "lease a/2"]
+    assert "stored up to token 64" in story[1]
+    assert "64 found, 16 missed" in story[2]
+    assert "a copy failed: broken on purpose; pages that could not be read" in story[3]
+    missed = [line.text for line in served.admin.explain("miss", "other").lines]
+    assert any("its copy could not be loaded" in text for text in missed), missed
+    with pytest.raises(UnknownRequest):
+        served.admin.explain("request", "never heard of")
+    with pytest.raises(InvalidArgument, match="256"):
+        held.acquire(9, keys(7, 1), name="x" * 257)
+    held.close()
+    other.close()

@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
+from kvmanager import __version__
 from kvmanager.clients.engine import EngineClient, RequestStep, refusal_pause_s
 from kvmanager.clients.keys import probe_key
 from kvmanager.errors import (
@@ -26,6 +27,7 @@ from kvmanager.errors import (
 )
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
+from kvmanager.wire import WIRE_VERSION
 
 Script = Callable[[pb.StepRequest], list[pb.StepReply]]
 NAMESPACE = pb.Namespace(model="m", kv_format="f", key_hash="sha256", key_bytes=16, key_tokens=16)
@@ -143,6 +145,8 @@ def test_registers_and_numbers_its_steps(client: EngineClient, server: ScriptedS
             layout_fingerprints=["ab"],
             ranks=2,
             probe_key=probe_key(NAMESPACE),
+            wire_version=WIRE_VERSION,
+            client_version=__version__,
         )
     ]
     first, second = server.seen

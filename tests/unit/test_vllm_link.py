@@ -11,7 +11,7 @@ import pytest
 
 from kvmanager.clients.vllm import link as module
 from kvmanager.clients.vllm.settings import Settings
-from kvmanager.errors import InvalidArgument, NotReady, StaleBoot, StaleEpoch
+from kvmanager.errors import InvalidArgument, KVError, NotReady, StaleBoot, StaleEpoch, VersionMismatch
 from kvmanager.protos import kvmanager_pb2 as pb
 
 
@@ -21,6 +21,8 @@ class FakeDaemon:
     def __init__(self) -> None:
         self.gone = False
         self.cold = False
+        self.refuses: KVError | None = None
+        self.asked = 0
         self.epochs = 0
         self.heard: list[str] = []
         self.broken_calls = 0
@@ -28,6 +30,9 @@ class FakeDaemon:
     def connect(self, *_: object) -> FakeConnection:
         if self.gone:
             raise NotReady("no daemon")
+        self.asked += 1
+        if self.refuses is not None:
+            raise self.refuses
         self.cold = False
         self.epochs += 1
         return FakeConnection(self, self.epochs)
@@ -36,7 +41,7 @@ class FakeDaemon:
 class FakeConnection:
     def __init__(self, daemon: FakeDaemon, epoch: int) -> None:
         self._daemon = daemon
-        self.client = type("Client", (), {"epoch": epoch})()
+        self.client = type("Client", (), {"epoch": epoch, "checksum_one_in": 0, "namespace": pb.Namespace()})()
         self.calls = self
 
     def look(self) -> None:
@@ -127,3 +132,24 @@ def test_a_refusal_is_the_callers_and_the_line_goes_on(line: module.Link) -> Non
         line.ask(refused).result(timeout=20)
     assert line.up
     assert line.ask(lambda calls: calls.say("b")).result(timeout=20) == "b"  # type: ignore[attr-defined]
+
+
+def test_a_daemon_of_another_version_is_said_once_and_tried_again(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "REFUSED_RETRY_S", 0.01)
+    daemon.refuses = VersionMismatch("the client is kvmanager 0.0.9, older than this daemon, 0.1.0")
+    line = module.Link(Settings(Path("/nowhere"), "g", "e"), pb.Namespace(), "print", 1, "[[group]]")
+    try:
+        wait(lambda: daemon.asked >= 3)
+        assert not line.up
+        with pytest.raises(NotReady):
+            line.ask(lambda calls: calls.say("anything")).result(timeout=60)
+        (said,) = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+        assert "0.0.9" in said
+        assert "0.1.0" in said
+        assert "[[group]]" not in said, "no configuration helps"
+        daemon.refuses = None  # it was upgraded
+        wait(lambda: line.up)
+    finally:
+        line.close()

@@ -23,14 +23,14 @@ class Calls:
         self._said = said
 
     def __getattr__(self, name: str):
-        return lambda *args: self._said.append((name, *args))
+        return lambda *args, **named: self._said.append((name, *args, *named.values()))
 
 
 class FakeLine:
     """A line whose futures the test resolves."""
 
     def __init__(self) -> None:
-        self.epoch, self.up = 1, True
+        self.epoch, self.up, self.checksum_one_in = 1, True, 0
         self.asked: list[tuple[str, tuple[object, ...], Future[object]]] = []
         self.told: list[tuple[object, ...]] = []
         self.turns: list[tuple[str, str]] = []
@@ -81,7 +81,7 @@ def side(line: FakeLine) -> Scheduling:
 
 
 def ended(lease: int, value: int, copies: int, *, ok: bool = True, failed: tuple[int, ...] = ()) -> list[Report]:
-    return [Report(0, 1, 71, [Ended(lease, value, copies, ok, list(failed))])]
+    return [Report(0, 1, 71, [Ended(lease, value, copies, ok, list(failed), "why" if failed else "")])]
 
 
 def save(side: Scheduling, orders: Orders, value: int) -> None:
@@ -117,14 +117,14 @@ def test_a_load_is_leased_at_allocation_and_ordered_when_the_lease_is_there(side
     assert not [name for name, *_ in line.asked if name == "acquire"], "a lookup takes no lease"
     side.allocated("r", list(range(100, 111)), 128)
     assert side.build({}).loads == []
-    lease, keys = line.answer("acquire", Lease(160, list(range(10))))
-    assert keys == b"".join(KEYS[:10])
+    lease, keys, name = line.answer("acquire", Lease(160, list(range(10))))
+    assert (keys, name) == (b"".join(KEYS[:10]), "r")
     (order,) = side.build({}).loads
     assert (order.lease_id, order.pages, order.block_ids) == (lease, list(range(2, 10)), list(range(102, 110)))
     assert order.lost_block_ids == []
     side.reported(ended(lease, 5, 8, failed=(3,)))
-    name, told, fence, failed = line.told[-1]
-    assert (name, told, failed) == ("done", lease, [3])
+    name, told, fence, failed, failure = line.told[-1]
+    assert (name, told, failed, failure) == ("done", lease, [3], "why")
     assert unpack_u64(fence.attach_ids, "").tolist() == [71]
     assert unpack_u64(fence.values, "").tolist() == [5]
 
@@ -149,10 +149,10 @@ def test_an_abort_while_the_lease_is_asked_for_still_reports_the_request(side: S
     side.allocated("r", [1, 2, 3, 4, 5], 64)
     assert not side.finished("r", "abort")
     assert side.build({}).loads == []
-    lease, _ = line.answer("acquire", Lease(64, [0, 1, 2, 3]))
+    lease, *_ = line.answer("acquire", Lease(64, [0, 1, 2, 3]))
     (order,) = side.build({}).loads
     assert (order.request_id, order.pages, order.lease_id) == ("r", [], 0)
-    assert line.told == [("done", lease, None, [])]
+    assert line.told == [("done", lease, None, [], "")]
 
 
 def test_saves_follow_what_is_complete_and_are_committed_once(side: Scheduling, line: FakeLine) -> None:
@@ -163,8 +163,8 @@ def test_saves_follow_what_is_complete_and_are_committed_once(side: Scheduling, 
     blocks = list(range(100, 111))
     side.allocated("r", blocks, 0)
     assert side.build({"r": (64, blocks[:4])}).saves == []
-    lease, keys, _session = line.answer("reserve", Lease(0, list(range(10))))
-    assert keys == b"".join(KEYS[:10])
+    lease, wanted = line.answer("reserve_of", Lease(0, list(range(10))))
+    assert (wanted.name, wanted.keys, wanted.token_ids()) == ("r", b"".join(KEYS[:10]), b"")
     saved = []
     for end in (128, 170):
         orders = side.build({"r": (end, blocks[: -(-end // BLOCK)])})
@@ -172,7 +172,7 @@ def test_saves_follow_what_is_complete_and_are_committed_once(side: Scheduling, 
             saved += zip(order.pages, order.block_ids, strict=True)
         save(side, orders, end)
     assert saved == [(n, 100 + n) for n in range(10)]
-    assert [entry[:2] + entry[3:] for entry in line.told] == [("commit", lease, 160)]
+    assert [entry[:2] + entry[3:] for entry in line.told] == [("commit", lease, 160, {})]
     assert side.build({"r": (171, blocks)}).saves == []
     assert not side.finished("r", "stop")
 
@@ -183,7 +183,7 @@ def test_what_another_engine_stored_meanwhile_is_not_written_again(side: Schedul
     side.matched("r", 100, 0)
     side.allocated("r", list(range(7)), 0)
     side.build({"r": (100, list(range(7)))})
-    line.answer("reserve", Lease(64, [40, 41]))
+    line.answer("reserve_of", Lease(64, [40, 41]))
     (order,) = side.build({"r": (101, list(range(7)))}).saves
     assert (order.pages, order.block_ids) == ([40, 41], [4, 5])
 
@@ -197,7 +197,7 @@ def test_the_blocks_of_a_finished_request_are_kept_for_its_save(side: Scheduling
     assert side.finished("r", "stop"), "its reservation is not there yet"
     assert side.busy
     assert side.build({}).released == []
-    line.answer("reserve", Lease(0, [6, 7, 8, 9]))
+    line.answer("reserve_of", Lease(0, [6, 7, 8, 9]))
     orders = side.build({})
     assert orders.saves[0].block_ids == [1, 2, 3, 4]
     assert orders.released == ["r"], "workers save before they say that the blocks may go"
@@ -215,7 +215,7 @@ def test_a_reservation_without_room_gives_up_and_the_blocks_go(side: Scheduling,
     side.allocated("r", [1, 2, 3, 4, 5], 0)
     side.build({"r": (70, [1, 2, 3, 4, 5])})
     assert side.finished("r", "stop")
-    line.answer("reserve", PoolExhausted("full", pool="p", needed=4, free=0))
+    line.answer("reserve_of", PoolExhausted("full", pool="p", needed=4, free=0))
     assert side.build({}).released == ["r"]
 
 
@@ -225,7 +225,7 @@ def test_blocks_lost_to_a_preemption_are_saved_when_they_are_computed_again(side
     side.matched("r", 140, 0)
     side.allocated("r", list(range(10)), 0)
     side.build({"r": (64, list(range(4)))})
-    line.answer("reserve", Lease(0, list(range(8))))
+    line.answer("reserve_of", Lease(0, list(range(8))))
     assert side.build({}, preempted=["r"]).saves == [], "the blocks are gone"
     (order,) = side.build({"r": (96, list(range(50, 56)))}).saves
     assert order.block_ids == list(range(50, 56))
@@ -237,7 +237,7 @@ def test_a_failed_copy_publishes_nothing(side: Scheduling, line: FakeLine) -> No
     side.matched("r", 70, 0)
     side.allocated("r", [1, 2, 3, 4, 5], 0)
     side.build({"r": (64, [1, 2, 3, 4])})
-    lease, *_ = line.answer("reserve", Lease(0, [6, 7, 8, 9]))
+    lease, *_ = line.answer("reserve_of", Lease(0, [6, 7, 8, 9]))
     side.build({"r": (70, [1, 2, 3, 4, 5])})
     side.reported(ended(int(str(lease)), 3, 4, ok=False))
     assert line.told[-1][:2] == ("abort", lease)
@@ -249,14 +249,14 @@ def test_a_daemon_that_started_anew_has_none_of_our_leases(side: Scheduling, lin
     side.matched("r", 70, 0)
     side.allocated("r", [1, 2, 3, 4, 5], 0)
     side.build({"r": (64, [1, 2, 3, 4])})
-    line.answer("reserve", Lease(0, [6, 7, 8, 9]))
+    line.answer("reserve_of", Lease(0, [6, 7, 8, 9]))
     line.epoch = 2
     orders = side.build({"r": (70, [1, 2, 3, 4, 5])})
     assert (orders.epoch, orders.saves) == (2, [])
-    assert not [name for name, *_ in line.asked if name == "reserve"], "no rank is attached to the new one yet"
+    assert not [name for name, *_ in line.asked if name == "reserve_of"], "no rank is attached to the new one yet"
     side.reported([Report(0, 2, 90)])
     side.build({"r": (71, [1, 2, 3, 4, 5])})
-    assert [name for name, *_ in line.asked] == ["reserve"]
+    assert [name for name, *_ in line.asked] == ["reserve_of"]
 
 
 def test_fences_never_go_back(side: Scheduling, line: FakeLine) -> None:
@@ -268,8 +268,8 @@ def test_fences_never_go_back(side: Scheduling, line: FakeLine) -> None:
     side.allocated("r", [1, 2, 3, 4, 5], 0)
     side.allocated("s", [6, 7, 8, 9, 10], 64)
     side.build({"r": (32, [1, 2])})
-    line.answer("reserve", Lease(0, [6, 7, 8, 9]))
-    load, _ = line.answer("acquire", Lease(64, [0, 1, 2, 3]))
+    line.answer("reserve_of", Lease(0, [6, 7, 8, 9]))
+    load, *_ = line.answer("acquire", Lease(64, [0, 1, 2, 3]))
     orders = side.build({"r": (33, [1, 2, 3])})
     save(side, orders, 3)
     side.reported(ended(int(str(load)), 9, 4))
@@ -287,7 +287,31 @@ def test_a_request_whose_load_failed_is_computed(side: Scheduling, line: FakeLin
     line.answer("lookup", 64)
     assert side.matched("r", 70, 0) == 64
     side.allocated("r", [1, 2, 3, 4, 5], 64)
-    lease, _ = line.answer("acquire", Lease(64, [0, 1, 2, 3]))
+    lease, *_ = line.answer("acquire", Lease(64, [0, 1, 2, 3]))
     side.build({})
     side.reported(ended(int(str(lease)), 2, 4, ok=False))
     assert side.matched("r", 70, 0) == 0
+
+
+def test_pages_that_the_daemon_wants_summed_are_committed_with_their_sums(side: Scheduling, line: FakeLine) -> None:
+    """Every second page, by uid. What is loaded goes to the workers with what it must add up to."""
+    line.checksum_one_in = 2
+    side.arrived("r", KEYS[:4], token_ids=list(range(70)))
+    line.answer("lookup", 0)
+    side.matched("r", 70, 0)
+    side.allocated("r", [1, 2, 3, 4, 5], 0)
+    side.build({"r": (64, [1, 2, 3, 4])})
+    lease, wanted = line.answer("reserve_of", Lease(0, [6, 7, 8, 9], uids=[10, 11, 12, 13]))
+    assert wanted.token_ids() == b"".join(n.to_bytes(4, "little") for n in range(64))
+    (order,) = side.build({"r": (70, [1, 2, 3, 4, 5])}).saves
+    assert order.summed == [6, 8]
+    sums = {6: b"s" * 16, 8: b"t" * 16}
+    side.reported([Report(0, 1, 71, [Ended(order.lease_id, 3, 4, True, sums=sums)])])
+    assert line.told[-1][:2] + line.told[-1][3:] == ("commit", lease, 64, sums)
+    side.arrived("again", KEYS[:4])
+    line.answer("lookup", 64)
+    side.matched("again", 70, 16)
+    side.allocated("again", [11, 12, 13, 14, 15], 48)
+    line.answer("acquire", Lease(64, [6, 7, 8, 9], sums=sums))
+    (load,) = side.build({}).loads
+    assert (load.pages, load.sums) == ([7, 8, 9], {8: b"t" * 16})

@@ -130,6 +130,8 @@ class Engine:
             arguments["kv_transfer_config"] = transfer(runtime_dir)
         self.log = log
         self._log_file = log.open("a")
+        self.logged: list[str] = []
+        """What loggers of vLLM wrote, ours of its side too."""
         self.process = subprocess.Popen(
             [str(PYTHON), "-u", str(HERE / "engine_process.py"), json.dumps(arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log_file, text=True,
@@ -166,6 +168,7 @@ class Engine:
             if line.startswith("@"):
                 answer: dict[str, Any] = json.loads(line[1:])
                 return answer
+            self.logged.append(line)
         raise AssertionError(f"the engine ended with {self.process.wait()}:\n{self.log.read_text()[-4000:]}")
 
     def kill(self) -> None:
