@@ -48,7 +48,7 @@ from kvmanager.probe import probe_key
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.runtime_dir import GRPC_SOCKET
-from kvmanager.wire import error_from_proto, error_from_rpc, pack_u32, pack_u64
+from kvmanager.wire import WIRE_VERSION, error_from_proto, error_from_rpc, pack_u32, pack_u64
 
 CACHED = tokens_of(7, 2 * SPAN)
 PAGES = 96
@@ -121,7 +121,7 @@ def register(registered: AttachedEngine, **changes: object) -> None:
         **changes,
     }
     fields.setdefault("probe_key", probe_key(fields["namespace"]))
-    call(registered.client._engine_stub.Register, pb.RegisterRequest(**fields))
+    call(registered.client._engine_stub.Register, pb.RegisterRequest(wire_version=WIRE_VERSION, **fields))
 
 
 def namespace(**changes: object) -> pb.Namespace:
