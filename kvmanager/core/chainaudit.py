@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import numpy.typing as npt
 
 from kvmanager.core.group import Chain
 from kvmanager.core.pool import PageState
 from kvmanager.core.rows import BoolArray, RowArray, all_true, no_rows
-from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, NO_PAGE, NO_SPAN, READY, TOKEN_ID_BYTES
+from kvmanager.core.spans import ABSENT, FILLING, NO_PAGE, NO_SPAN, READY, TOKEN_ID_BYTES
 from kvmanager.core.spec import Placement
 from kvmanager.errors import InvariantViolation
 
 _PAGE_READY = int(PageState.READY)
 
 Int64Array = npt.NDArray[np.int64]
+Passed = dict[str, object]
+"""By chain, what `ChainAudit.structure` looked at when it last held: looking at the same again would find the same."""
 
 
 class ChainAudit:
@@ -37,15 +37,10 @@ class ChainAudit:
         if not holds:
             raise InvariantViolation(f"{self._where}: {what}")
 
-    def _tiers(self) -> list[tuple[int, int]]:
-        """(class, tier) pairs that may hold pages."""
-        classes = range(self._table.classes)
-        return [(c, tier) for c in classes for tier in ((DEVICE, HOST) if self._chain.has_host(c) else (DEVICE,))]
-
     def owned(self) -> list[tuple[int, int, Int64Array]]:
         """(class, tier, pages) of all copies."""
         held = self._pages != NO_PAGE
-        return [(c, tier, self._pages[c, tier][held[c, tier]]) for c, tier in self._tiers()]
+        return [(c, tier, self._pages[c, tier][held[c, tier]]) for c, tier in self._chain.spec.class_tiers]
 
     def spans(self) -> None:
         """Each span's keys, pages and uids are those that it should have."""
@@ -54,9 +49,12 @@ class ChainAudit:
         self._each((valid >= 0) & (valid <= segments), "more segments valid than it has")
         keys_bytes = valid.astype(np.int64) * chain.index.key_bytes
         self._each(table.keys.lengths(rows) == keys_bytes, "keys do not cover its segments")
-        said = {row: len(ids) // (chain.spec.page_rows * TOKEN_ID_BYTES) for row, ids in table.token_ids.items()}
-        self._check(said.keys() <= set(rows.tolist()), "token ids of a span that is gone")
-        self._check(all(table.valid[row] == count for row, count in said.items()), "token ids of other segments")
+        if table.token_ids:
+            told = np.fromiter(table.token_ids, np.int64)
+            ids_bytes = np.fromiter(map(len, table.token_ids.values()), np.int64)
+            self._check(all_true(table.live[told]), "token ids of a span that is gone")
+            said = table.valid[told] == ids_bytes // (chain.spec.page_rows * TOKEN_ID_BYTES)
+            self._check(all_true(said), "token ids of other segments")
         self._each((table.pins[rows] >= 0) & (table.busy[rows] >= 0), "negative pins or plans")
         uids = np.sort(table.uids[rows], axis=None)
         self._check(len(uids) == 0 or int(uids[-1]) < table.next_uid, "a uid that is still to be given")
@@ -66,7 +64,7 @@ class ChainAudit:
         as_said = held == np.where(self._copies != ABSENT, widths, 0)
         if not all_true(as_said):
             self._each(as_said.all(axis=(0, 1)), "a copy has other than its number of pages")
-        for c, tier in self._tiers():
+        for c, tier in self._chain.spec.class_tiers:
             name = chain.spec.classes[c].name
             ready = self._pages[c, tier][self._copies[c, tier] == READY]
             states = chain.pool(c, tier).spaces[name].state[ready[ready != NO_PAGE]]
@@ -81,7 +79,7 @@ class ChainAudit:
             self._each((host != FILLING) | busy, "its host copy is being filled by nobody")
 
     def index(self) -> None:
-        """What can be found is somewhere, below what can be found, and in one run."""
+        """What can be found is somewhere, and was used no later than what it is below."""
         table, rows = self._table, self.rows
         published = table.published[rows]
         held = (table.pins[rows] > 0) | (table.busy[rows] > 0)
@@ -93,15 +91,40 @@ class ChainAudit:
         found = rows[published]
         parents = table.parent[found]
         below, above = found[parents != NO_SPAN], parents[parents != NO_SPAN]
+        self._check(all_true(table.last_used[above] >= table.last_used[below]), "used later than its parent")
+
+    def structure(self, passed: Passed) -> None:
+        """What can be found stands below what can be found, and in one run. `passed`: see `Passed`."""
+        seen = self._structure()
+        if passed.get(self._where) == seen:
+            return
+        table, rows = self._table, self.rows
+        found = rows[table.published[rows]]
+        parents = table.parent[found]
+        above = parents[parents != NO_SPAN]
         self._check(all_true(table.published[above]), "a span's parent can't be found")
         self._check(all_true(table.valid[above] == table.segments[above]), "a span stands below one that is not full")
-        self._check(all_true(table.last_used[above] >= table.last_used[below]), "used later than its parent")
         counted = np.bincount(above, minlength=len(table.live))
         self._each(counted[rows] == table.children[rows], "children differ from what parents say")
         self._check(self._runs().tobytes() == found.tobytes(), "runs hold other spans than the published ones")
         self._no_twins(found)
-        sizes = Counter(table.segments[found].tolist())
-        self._check(self._chain.index.sizes == sizes, "sizes differ from the spans'")
+        sizes = {size: count for size, count in enumerate(np.bincount(table.segments[found]).tolist()) if count}
+        self._check(dict(self._chain.index.sizes) == sizes, "sizes differ from the spans'")
+        passed[self._where] = seen
+
+    def _structure(self) -> tuple[object, ...]:
+        """All that `structure` looks at, as values."""
+        table, index = self._table, self._chain.index
+        columns = (
+            table.live, table.published, table.parent, table.children, table.segments, table.valid, table.namespace,
+            table.run, table.place, *table.keys.columns,
+        )  # fmt: skip
+        runs = [
+            (number, run.namespace, run.segments, run.at, run.parent, run.spans, run.rows.tobytes())
+            for number, run in index.runs.items()
+        ]
+        heads = [(head, *numbers) for head, numbers in index.heads.items()]
+        return index.key_bytes, dict(index.sizes), heads, runs, [column.tobytes() for column in columns]
 
     def _runs(self) -> RowArray:
         """Every run is a path of alike spans, where it says, and under its first key. The rows of all, ascending."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -18,7 +18,7 @@ from kvmanager.core.state import State
 
 _LEFT_OUT = frozenset({"now", "effects", "reclaimers", "lenders"})
 """Of `State`: the clock, which every event sets before it is read; what is handed out; what follows from the rest."""
-_SCALARS = (int, float, bool, str, bytes, type(None))
+_SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
 _MARSHAL = 2
 """The last format that writes a value alike however many hold it."""
 
@@ -54,6 +54,14 @@ class _Walk:
                 return
             self._met[id(value)] = len(self._met)
         write(self, value)
+
+    def each(self, values: Iterable[Any]) -> None:
+        """`value` for each of them; most are plain."""
+        for value in values:
+            if type(value) in _SCALARS:
+                self.parts.append(value)
+            else:
+                self.value(value)
 
     def attributes(self, value: Any, named: dict[str, Any]) -> None:
         """An object by its class and attributes."""
@@ -101,14 +109,12 @@ def _way(kind: type) -> tuple[Callable[[_Walk, Any], None], bool]:
 def _dict(walk: _Walk, value: Any) -> None:
     walk.parts.append((type(value).__name__, len(value)))
     for key, item in value.items():
-        walk.value(key)
-        walk.value(item)
+        walk.each((key, item))
 
 
 def _sequence(walk: _Walk, value: Any) -> None:
     walk.parts.append((type(value).__name__, len(value)))
-    for item in value:
-        walk.value(item)
+    walk.each(value)
 
 
 def _dataclass(kind: type) -> Callable[[_Walk, Any], None]:
@@ -117,7 +123,6 @@ def _dataclass(kind: type) -> Callable[[_Walk, Any], None]:
 
     def write(walk: _Walk, value: Any) -> None:
         walk.parts.append((name,))
-        for field in compared:
-            walk.value(getattr(value, field))
+        walk.each([getattr(value, field) for field in compared])
 
     return write

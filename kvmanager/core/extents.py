@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from kvmanager.core.spec import ExtentSpec, PoolSpec
 from kvmanager.errors import InvalidArgument
 
 NOBODY = -1
+_FREE = int(PageState.FREE)
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class PoolExtents:
     end: npt.NDArray[np.int64]
 
     @classmethod
+    @cache
     def of(cls, pool: PoolSpec) -> PoolExtents:
         """Of a pool with extents. A pool over fewer ranks than the region deals its pages out over the shares."""
         spec = pool.extents
@@ -161,7 +164,7 @@ def region_story(region: SharedRegion, pools: Mapping[str, Pool], views: Mapping
         if pool.slabs != view.slabs[owned].sum():
             return f"{name}: has {pool.slabs} pages, its extents hold {view.slabs[owned].sum()}"
         (space,) = pool.spaces.values()
-        taken = np.flatnonzero(space.state != PageState.FREE)
+        taken = np.flatnonzero(space.state != _FREE)
         at = view.extent_of(taken)
         strays = taken[(taken >= view.end[at]) | ~np.isin(at, owned)]
         if len(strays):

@@ -39,12 +39,11 @@ class Chain:
 
     def pool(self, page_class: int, tier: int) -> Pool:
         """The pool of a class in a tier."""
-        c = self.spec.classes[page_class]
-        return self._pools[c.device_pool if tier == DEVICE else c.host_pool]
+        return self._pools[self.spec.pool_names[page_class][tier]]
 
     def has_host(self, page_class: int) -> bool:
         """Whether pages of the class can leave the device."""
-        return bool(self.spec.classes[page_class].host_pool)
+        return bool(self.spec.pool_names[page_class][HOST])
 
     @property
     def offloads(self) -> bool:

@@ -43,6 +43,11 @@ class SpanKeys:
         self._text[row, : len(text)] = np.frombuffer(text, np.uint8) if text else 0
         self._lengths[row] = len(text)
 
+    @property
+    def columns(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+        """All that is held, as it lies."""
+        return self._text, self._lengths
+
     def clear(self, rows: RowArray | slice | int) -> None:
         """Empties rows."""
         self._lengths[rows] = 0

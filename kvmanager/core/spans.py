@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmanager.allocators.fixed import PageArray
-from kvmanager.core.rows import BoolArray, RowArray, RowList, all_true, any_true, as_range, longer
+from kvmanager.core.rows import BoolArray, RowArray, RowList, all_true, any_true, as_range, longer, places
 from kvmanager.core.spankeys import SpanKeys
 from kvmanager.geometry import TokenOrder
 
@@ -318,7 +318,7 @@ class SpanTable:
 
     def rows(self) -> npt.NDArray[np.int64]:
         """Live rows, ascending."""
-        return np.arange(len(self.live), dtype=np.int64)[self.live]
+        return places(self.live)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.rows().tolist())

@@ -73,6 +73,16 @@ class ChainSpec:
         return order.segments * self.page_rows
 
     @cached_property
+    def pool_names(self) -> tuple[tuple[str, str], ...]:
+        """Of each class, its pool on the device and on the host; "" where there is none."""
+        return tuple((c.device_pool, c.host_pool) for c in self.classes)
+
+    @cached_property
+    def class_tiers(self) -> tuple[tuple[int, int], ...]:
+        """(class, tier) pairs that may hold pages."""
+        return tuple((c, tier) for c, names in enumerate(self.pool_names) for tier, name in enumerate(names) if name)
+
+    @cached_property
     def widest(self) -> int:
         """Most page indexes a span takes."""
         return max(self.span_pages(self.order), self.span_pages(self.imported_order))
@@ -149,7 +159,7 @@ class GroupSpec:
     trust: str = ""
     one_holder: bool = False
 
-    @property
+    @cached_property
     def swaps(self) -> bool:
         """Whether kernels of running requests read rows of the host tier."""
         return self.sparse is not None and self.sparse.residency is not Residency.OFFLOAD_ONLY

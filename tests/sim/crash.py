@@ -32,6 +32,8 @@ from tests.chaos.schedule import Kill
 from tests.sim.harness import World
 
 HALF_BYTES = 64 << 20
+REPLAYED_BYTES = 8 << 10
+"""A log that a next daemon replayed and that is longer than this is behind a snapshot for the one after it."""
 REGISTERS = (RegisterEngine, AttachRank, ExportRequestKV)
 """Said again, these get something new: the simulated engines wait for the answer, so it is not lost."""
 
@@ -113,6 +115,8 @@ class Crashes:
         node = self._journal.recover()
         assert state_digest(node.state) == before, "the journal gave back another state"
         audit(node.state)
+        if self._journal.log_bytes > REPLAYED_BYTES:
+            self._journal.snapshot(node)
         _move_in(world.node, node)
         world.node = world.published.node = node
         world.listener.restart(node)

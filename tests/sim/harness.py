@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvmanager.core.audit import audit
+from kvmanager.core.chainaudit import Passed
 from kvmanager.core.events import (
     AbandonTicket,
     CancelPlan,
@@ -104,6 +105,7 @@ class World:
         self.rot = rot.Rot()
         self.published = PublishedBytes(self.node, net.memory, self.rot)
         self._free = self._page_states()
+        self._passed: Passed = {}
         self.engines: list[SimEngine] = []
         self.held: tenancy.Held = {}
         self.mover = 1
@@ -151,7 +153,7 @@ class World:
         net.story.append(entry)
         effects = self.node.apply(event, net.now)
         entry.effects.extend(effects)
-        audit(self.node.state)
+        audit(self.node.state, self._passed)
         if self.limits.tenants:
             self.held = tenancy.check(self.node, self.held, event)
         self._poison_freed()

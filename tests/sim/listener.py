@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvmanager.core.events import Effect
 from kvmanager.core.group import Chain
 from kvmanager.core.kvevents import KvEvent, SegmentsRemoved, SegmentsStored
 from kvmanager.core.node import Node
 from kvmanager.core.pool import PageState
-from kvmanager.core.spans import DEVICE, HOST, NO_SPAN
+from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN
 from tests.sim.content import PAGE_ROWS
 
 Place = tuple[str, int, int, str]
 """Group, chain, namespace, tier."""
+_READY, _FILLING = int(PageState.READY), int(PageState.FILLING)
+_MIXED = 255
 
 
 def ids_told(namespace: int, keys: bytes) -> bytes:
@@ -34,7 +38,7 @@ class Listener:
     """What was heard: how often each key is in each place."""
 
     def __init__(self, node: Node) -> None:
-        self.heard: dict[Place, Counter[bytes]] = {}
+        self.heard: dict[Place, dict[bytes, int]] = {}
         self.stored = self.removed = self.told_ids = 0
         self.restart(node)
 
@@ -58,7 +62,7 @@ class Listener:
             keys = [event.keys[at : at + width] for at in range(0, len(event.keys), width)]
             assert keys
             place = event.group, event.chain, event.namespace, event.tier
-            known = self.heard.setdefault(place, Counter())
+            known = self.heard.setdefault(place, {})
             if isinstance(event, SegmentsStored):
                 self.stored += len(keys)
                 numbers = self._node.state.namespaces
@@ -68,12 +72,13 @@ class Listener:
                 assert (event.parent == b"") == (event.first_segment == 0)
                 if event.parent:
                     assert any(self.heard.get((*place[:3], tier), {}).get(event.parent) for tier in ("device", "host"))
-                known.update(keys)
+                for key in keys:
+                    known[key] = known.get(key, 0) + 1
             else:
                 assert isinstance(event, SegmentsRemoved)
                 self.removed += len(keys)
                 for key in keys:
-                    assert known[key] > 0, "removed more often than stored"
+                    assert known.get(key, 0) > 0, "removed more often than stored"
                     known[key] -= 1
                     if not known[key]:
                         del known[key]
@@ -83,37 +88,47 @@ class Listener:
         assert {place: known for place, known in self.heard.items() if known} == truth(self._node)
 
 
-def truth(node: Node) -> dict[Place, Counter[bytes]]:
+def truth(node: Node) -> dict[Place, dict[bytes, int]]:
     """What can be fetched, counted page by page."""
-    found: dict[Place, Counter[bytes]] = {}
+    found: dict[Place, dict[bytes, int]] = {}
     for group in node.state.groups.values():
         for number, chain in enumerate(group.chains):
-            width, table = group.key_bytes, chain.table
-            for row in table:
-                if not table.published[row]:
-                    continue
-                assert table.parent[row] == NO_SPAN or table.published[table.parent[row]]
-                keys = [bytes(table.keys[row][at * width : (at + 1) * width]) for at in range(int(table.valid[row]))]
-                for tier in _tiers(chain, row):
-                    place = group.spec.name, number, int(table.namespace[row]), tier
-                    found.setdefault(place, Counter()).update(keys)
+            table = chain.table
+            rows = (table.live & table.published).nonzero()[0]
+            above = table.parent[rows]
+            assert table.published[above[above != NO_SPAN]].all()
+            valid, namespace = table.valid[rows], table.namespace[rows]
+            ends = (valid * group.key_bytes).tolist()
+            texts = [text[:end] for text, end in zip(table.keys.texts(rows), ends, strict=True)]
+            keys = np.frombuffer(b"".join(texts), f"V{group.key_bytes}")
+            of = np.repeat(np.arange(len(rows)), valid)
+            for space in set(namespace.tolist()):
+                for tier, here in _tiers(chain, rows):
+                    there = keys[(here & (namespace == space))[of]].tolist()
+                    if there:
+                        place = group.spec.name, number, space, tier
+                        assert place not in found
+                        found[place] = dict(Counter(there))
     return found
 
 
-def _tiers(chain: Chain, row: int) -> list[str]:
-    host = [_states(chain, row, c, HOST) if chain.has_host(c) else None for c in range(chain.table.classes)]
-    final = [states == {PageState.READY} for states in host]
-    device = []
+def _tiers(chain: Chain, rows: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Tiers, and which of the spans can be fetched from each (bool[rows])."""
+    device, somewhere, final = (np.full(len(rows), start) for start in (True, True, False))
     for c in range(chain.table.classes):
-        states = _states(chain, row, c, DEVICE)
-        device.append(states == {PageState.READY} or (states == {PageState.FILLING} and not final[c]))
-    tiers = [chain.pool(0, DEVICE).tier] if all(device) else []
-    if any(final) and all(there or here for there, here in zip(final, device, strict=True)):
-        tiers.append("host")
-    return tiers
+        host = _state(chain, rows, c, HOST) == _READY if chain.has_host(c) else np.zeros(len(rows), bool)
+        states = _state(chain, rows, c, DEVICE)
+        here = (states == _READY) | ((states == _FILLING) & ~host)
+        device &= here
+        somewhere &= here | host
+        final |= host
+    return [(chain.pool(0, DEVICE).tier, device), ("host", final & somewhere)]
 
 
-def _states(chain: Chain, row: int, page_class: int, tier: int) -> set[int]:
-    pages = chain.table.page_list(page_class, tier, row)
-    space = chain.pool(page_class, tier).spaces[chain.spec.classes[page_class].name]
-    return set(space.state[pages].tolist())
+def _state(chain: Chain, rows: np.ndarray, page_class: int, tier: int) -> np.ndarray:
+    """The one state of all pages of a class that each span has in a tier; _MIXED where it has none, or several."""
+    pages = chain.table.pages[page_class, tier, rows]
+    states = chain.pool(page_class, tier).spaces[chain.spec.classes[page_class].name].state[pages]
+    none = pages == NO_PAGE
+    least, most = np.where(none, _MIXED, states).min(axis=1), np.where(none, 0, states).max(axis=1)
+    return np.where(least == most, least, _MIXED)

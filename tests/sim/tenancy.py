@@ -6,7 +6,7 @@ from kvmanager.core.events import Event, Step
 from kvmanager.core.group import Group
 from kvmanager.core.node import Node
 from kvmanager.core.pool import Pool
-from kvmanager.core.spans import DEVICE, HOST
+from kvmanager.core.spans import DEVICE, HOST, NO_PAGE
 
 Held = dict[tuple[str, str], int]
 """Pages by (pool, tenant)."""
@@ -18,11 +18,13 @@ def held_pages(node: Node) -> Held:
     names = {number: name for name, number in node.state.tenants.numbers.items()}
     for group in node.state.groups.values():
         for chain in group.chains:
-            for row in chain.table:
-                tenant = names[node.state.tenants.of_namespace[int(chain.table.namespace[row])]]
-                for tier in (DEVICE, HOST) if chain.has_host(0) else (DEVICE,):
+            table = chain.table
+            owners = [names[node.state.tenants.of_namespace[n]] for n in table.namespace[table.live].tolist()]
+            for tier in (DEVICE, HOST) if chain.has_host(0) else (DEVICE,):
+                pages = (table.pages[0, tier, table.live] != NO_PAGE).sum(axis=1).tolist()
+                for tenant, count in zip(owners, pages, strict=True):
                     key = (chain.pool(0, tier).name, tenant)
-                    found[key] = found.get(key, 0) + len(chain.table.page_list(0, tier, row))
+                    found[key] = found.get(key, 0) + count
     return found
 
 
