@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ from kvmanager.messages import check_token_ids, register_event, span_run, step_e
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.sessions import SessionHub, SessionStream
-from kvmanager.wire import MESSAGE_MAX_BYTES, WIRE_VERSION, abort_with
+from kvmanager.wire import MESSAGE_MAX_BYTES, WIRE_VERSION, abort_with, error_to_proto
 
 PAGES_PER_CALL = 1 << 20
 _log = logging.getLogger("kvmanager.engine")
@@ -74,9 +75,14 @@ class EngineService(pb_grpc.EngineServicer):
         hub: SessionHub,
         gate: Gate,
         hot_rows: Callable[[str, int, int, int], None],
+        observe: Callable[[str, str, float], None],
     ) -> None:
-        """`hot_rows(engine, epoch, hits, misses)` is told what engines report."""
+        """`hot_rows(engine, epoch, hits, misses)` is told what engines report.
+
+        `observe(method, code, seconds)`: of each call on a stream of calls.
+        """
         self._hot_rows = hot_rows
+        self._observe = observe
         self._boot_id = boot_id
         self._loop = loop
         self._node = node
@@ -209,25 +215,69 @@ class EngineService(pb_grpc.EngineServicer):
     @typed
     def Lookup(self, request: pb.LookupRequest, context: grpc.ServicerContext) -> pb.LookupReply:
         """How long a prefix is known; pins nothing, renews nothing."""
-        name = self._caller(request, context)
-        return self._loop.inspect(lambda node: _lookup(node, name, request))
+        return self._lookup(request, self._callers.who(context, "engine").token)
 
     @typed
     def Acquire(self, request: pb.AcquireRequest, context: grpc.ServicerContext) -> pb.AcquireReply:
         """Pins a cached prefix."""
-        name = self._caller(request, context)
-        return acquire_reply(self._loop.call(acquire_event(name, request)))
+        return self._acquire(request, self._callers.who(context, "engine").token)
 
     @typed
     def Done(self, request: pb.DoneRequest, context: grpc.ServicerContext) -> pb.DoneReply:
         """Gives the pins of an Acquire back."""
-        self._loop.call(done_event(self._caller(request, context), request))
-        return pb.DoneReply()
+        return self._done(request, self._callers.who(context, "engine").token)
 
     @typed
     def Store(self, request: pb.StoreRequest, context: grpc.ServicerContext) -> pb.StoreReply:
         """One step of a write into the cache."""
-        name = self._caller(request, context)
+        return self._store(request, self._callers.who(context, "engine").token)
+
+    def CacheCalls(
+        self, request_iterator: Iterator[pb.CacheCall], context: grpc.ServicerContext
+    ) -> Iterator[pb.CacheAnswer]:
+        """The four calls above, one after the other, each answered."""
+        with self._hub.ended_by(context.cancel):
+            try:
+                for call in request_iterator:
+                    yield self._answer(call, context)
+            except KVError as error:  # no message of this call
+                abort_with(context, error)
+            except grpc.RpcError:
+                _log.debug("a stream of cache calls broke")
+
+    def _answer(self, call: pb.CacheCall, context: grpc.ServicerContext) -> pb.CacheAnswer:
+        began, code, name = time.perf_counter(), "OK", call.WhichOneof("what")
+        try:
+            token = self._callers.who(context, "engine").token
+            match name:
+                case "lookup":
+                    return pb.CacheAnswer(lookup=self._lookup(call.lookup, token))
+                case "acquire":
+                    return pb.CacheAnswer(acquire=self._acquire(call.acquire, token))
+                case "done":
+                    return pb.CacheAnswer(done=self._done(call.done, token))
+                case "store":
+                    return pb.CacheAnswer(store=self._store(call.store, token))
+            raise InvalidArgument("no call is set; lookup, acquire, done or store")
+        except KVError as error:
+            code = error.reason
+            return pb.CacheAnswer(error=error_to_proto(error))
+        finally:
+            self._observe((name or "none").capitalize(), code, time.perf_counter() - began)
+
+    def _lookup(self, request: pb.LookupRequest, token: str) -> pb.LookupReply:
+        name = self._caller(request, token)
+        return self._loop.inspect(lambda node: _lookup(node, name, request))
+
+    def _acquire(self, request: pb.AcquireRequest, token: str) -> pb.AcquireReply:
+        return acquire_reply(self._loop.call(acquire_event(self._caller(request, token), request)))
+
+    def _done(self, request: pb.DoneRequest, token: str) -> pb.DoneReply:
+        self._loop.call(done_event(self._caller(request, token), request))
+        return pb.DoneReply()
+
+    def _store(self, request: pb.StoreRequest, token: str) -> pb.StoreReply:
+        name = self._caller(request, token)
         if request.WhichOneof("step") == "reserve":
             self._gate.check()
         opened: Opened | None = self._loop.call(
@@ -237,9 +287,8 @@ class EngineService(pb_grpc.EngineServicer):
             return pb.StoreReply()
         return pb.StoreReply(tokens=opened.cached_tokens, spans=[span_run(table) for table in opened.spans])
 
-    def _caller(self, request: _Named, context: grpc.ServicerContext) -> str:
+    def _caller(self, request: _Named, token: str) -> str:
         """The engine that a call names by its epoch and token."""
-        token = self._callers.who(context, "engine").token
         self._check_boot(request)
         return self._membership.engine_of(token, request.epoch)
 
