@@ -137,7 +137,7 @@ class WorkerGroup:
         self._value = 0
 
     def run_plans(self, plans: Iterable[pb.Plan]) -> None:
-        """Carries out the daemon's copies (copy-on-write) before the request's first write.
+        """Carries out the daemon's copies (copy-on-write, zeros over pages of others) before the first write there.
 
         On a GPU they are queued in torch's current stream, which the first write must follow. A plan may span
         the regions of several ranks. Raises the plan's typed error when it did not end as a whole,
@@ -148,8 +148,8 @@ class WorkerGroup:
             gpu.run_plans(map(plan_from_proto, plans), self.regions)
             return
         executor = CpuExecutor(self.regions)
-        for plan in plans:
-            executor.submit(plan_from_proto(plan))
+        for plan in map(plan_from_proto, plans):
+            executor.submit(plan)
         while executor.outstanding():
             for completion in executor.poll():
                 if completion.outcome is not Outcome.DONE:

@@ -27,7 +27,6 @@ ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     "Engine/Acquire": (ENGINE,),
     "Engine/Done": (ENGINE,),
     "Engine/Store": (ENGINE,),
-    "Engine/CacheCalls": (ENGINE,),
     "Worker/Attach": (WORKER,),
     "Worker/Detach": (WORKER,),
     "Peer/Export": (ENGINE,),

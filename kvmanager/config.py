@@ -163,6 +163,7 @@ class GroupSection:
     host_split: str = "soft"
     offload_bytes_per_rank: int = 0
     trust: str = ""
+    scrub: bool = False
 
     @property
     def kv_format(self) -> KVFormat:
@@ -406,6 +407,7 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "host_split": parse.choice("soft", "strict"),
         "offload_bytes_per_rank": parse.size,
         "trust": parse.text,
+        "scrub": parse.switch,
     },
 }
 

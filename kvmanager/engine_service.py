@@ -15,12 +15,14 @@ from kvmanager.callers import Callers, typed
 from kvmanager.clientnotes import ClientNote, EngineNote
 from kvmanager.compatibility import check_ticket
 from kvmanager.core.events import EngineResumed, Opened, Registered
+from kvmanager.core.leaseevents import AcquirePrefix, EndLease, ReserveSpans
 from kvmanager.core.node import Node
 from kvmanager.errors import (
     Draining,
     InvalidArgument,
     KVError,
     LayoutMismatch,
+    NotReady,
     StaleBoot,
     Unauthorized,
     VersionMismatch,
@@ -32,9 +34,11 @@ from kvmanager.messages import check_token_ids, register_event, span_run, step_e
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.sessions import SessionHub, SessionStream
-from kvmanager.wire import MESSAGE_MAX_BYTES, WIRE_VERSION, abort_with, error_to_proto
+from kvmanager.wire import MESSAGE_MAX_BYTES, WIRE_VERSION, abort_with
 
 PAGES_PER_CALL = 1 << 20
+LEASE_PAUSES_S = (0.001, 0.02)
+"""Between two looks at a lease that waits for its pages, the first and the longest."""
 _log = logging.getLogger("kvmanager.engine")
 
 
@@ -75,14 +79,9 @@ class EngineService(pb_grpc.EngineServicer):
         hub: SessionHub,
         gate: Gate,
         hot_rows: Callable[[str, int, int, int], None],
-        observe: Callable[[str, str, float], None],
     ) -> None:
-        """`hot_rows(engine, epoch, hits, misses)` is told what engines report.
-
-        `observe(method, code, seconds)`: of each call on a stream of calls.
-        """
+        """`hot_rows(engine, epoch, hits, misses)` is told what engines report."""
         self._hot_rows = hot_rows
-        self._observe = observe
         self._boot_id = boot_id
         self._loop = loop
         self._node = node
@@ -215,80 +214,50 @@ class EngineService(pb_grpc.EngineServicer):
     @typed
     def Lookup(self, request: pb.LookupRequest, context: grpc.ServicerContext) -> pb.LookupReply:
         """How long a prefix is known; pins nothing, renews nothing."""
-        return self._lookup(request, self._callers.who(context, "engine").token)
+        name = self._caller(request, context)
+        return self._loop.inspect(lambda node: _lookup(node, name, request))
 
     @typed
     def Acquire(self, request: pb.AcquireRequest, context: grpc.ServicerContext) -> pb.AcquireReply:
         """Pins a cached prefix."""
-        return self._acquire(request, self._callers.who(context, "engine").token)
+        name = self._caller(request, context)
+        return acquire_reply(self._arrived(acquire_event(name, request), context))
 
     @typed
     def Done(self, request: pb.DoneRequest, context: grpc.ServicerContext) -> pb.DoneReply:
         """Gives the pins of an Acquire back."""
-        return self._done(request, self._callers.who(context, "engine").token)
+        self._loop.call(done_event(self._caller(request, context), request))
+        return pb.DoneReply()
 
     @typed
     def Store(self, request: pb.StoreRequest, context: grpc.ServicerContext) -> pb.StoreReply:
         """One step of a write into the cache."""
-        return self._store(request, self._callers.who(context, "engine").token)
-
-    def CacheCalls(
-        self, request_iterator: Iterator[pb.CacheCall], context: grpc.ServicerContext
-    ) -> Iterator[pb.CacheAnswer]:
-        """The four calls above, one after the other, each answered."""
-        with self._hub.ended_by(context.cancel):
-            try:
-                for call in request_iterator:
-                    yield self._answer(call, context)
-            except KVError as error:  # no message of this call
-                abort_with(context, error)
-            except grpc.RpcError:
-                _log.debug("a stream of cache calls broke")
-
-    def _answer(self, call: pb.CacheCall, context: grpc.ServicerContext) -> pb.CacheAnswer:
-        began, code, name = time.perf_counter(), "OK", call.WhichOneof("what")
-        try:
-            token = self._callers.who(context, "engine").token
-            match name:
-                case "lookup":
-                    return pb.CacheAnswer(lookup=self._lookup(call.lookup, token))
-                case "acquire":
-                    return pb.CacheAnswer(acquire=self._acquire(call.acquire, token))
-                case "done":
-                    return pb.CacheAnswer(done=self._done(call.done, token))
-                case "store":
-                    return pb.CacheAnswer(store=self._store(call.store, token))
-            raise InvalidArgument("no call is set; lookup, acquire, done or store")
-        except KVError as error:
-            code = error.reason
-            return pb.CacheAnswer(error=error_to_proto(error))
-        finally:
-            self._observe((name or "none").capitalize(), code, time.perf_counter() - began)
-
-    def _lookup(self, request: pb.LookupRequest, token: str) -> pb.LookupReply:
-        name = self._caller(request, token)
-        return self._loop.inspect(lambda node: _lookup(node, name, request))
-
-    def _acquire(self, request: pb.AcquireRequest, token: str) -> pb.AcquireReply:
-        return acquire_reply(self._loop.call(acquire_event(self._caller(request, token), request)))
-
-    def _done(self, request: pb.DoneRequest, token: str) -> pb.DoneReply:
-        self._loop.call(done_event(self._caller(request, token), request))
-        return pb.DoneReply()
-
-    def _store(self, request: pb.StoreRequest, token: str) -> pb.StoreReply:
-        name = self._caller(request, token)
+        name = self._caller(request, context)
         if request.WhichOneof("step") == "reserve":
             self._gate.check()
-        opened: Opened | None = self._loop.call(
-            store_event(name, request, self._membership.registration(name, request.epoch).namespace)
-        )
-        if opened is None:
+        event = store_event(name, request, self._membership.registration(name, request.epoch).namespace)
+        if isinstance(event, EndLease):
+            self._loop.call(event)
             return pb.StoreReply()
+        opened = self._arrived(event, context)
         return pb.StoreReply(tokens=opened.cached_tokens, spans=[span_run(table) for table in opened.spans])
 
-    def _caller(self, request: _Named, token: str) -> str:
+    def _arrived(self, event: AcquirePrefix | ReserveSpans, context: grpc.ServicerContext) -> Opened:
+        """The lease, once its pages may be used. Raises NotReady at the call's deadline."""
+        pause_s = LEASE_PAUSES_S[0]
+        while True:
+            opened: Opened = self._loop.call(event)
+            if opened.state != "waiting":
+                return opened
+            left_s = context.time_remaining()
+            if not context.is_active() or (left_s is not None and left_s < 2 * pause_s):
+                raise NotReady(f"lease {event.request_id} waits for its pages; ask for it again")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LEASE_PAUSES_S[1])
+
+    def _caller(self, request: _Named, context: grpc.ServicerContext) -> str:
         """The engine that a call names by its epoch and token."""
+        token = self._callers.who(context, "engine").token
         self._check_boot(request)
         return self._membership.engine_of(token, request.epoch)
 

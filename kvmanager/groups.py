@@ -71,15 +71,19 @@ def plan_memory(config: NodeConfig) -> NodeMemory:
             if region.name not in made:
                 made[region.name] = _add_host_region(regions, region, config.node.device)
             group = _BUILDERS[section.kind](section, device, made[region.name])
-            groups.append(replace(in_extents(group, region, section.host_share), trust=section.trust))
+            groups.append(_as_configured(in_extents(group, region, section.host_share), section))
             continue
         own = section.host_units - section.offload_units
         host = _regions(regions, section, RegionKind.HOST, own, config.node.device)
         host += _regions(regions, section, RegionKind.HOST, section.offload_units, config.node.device, "offload")
-        groups.append(replace(_BUILDERS[section.kind](section, device, host), trust=section.trust))
+        groups.append(_as_configured(_BUILDERS[section.kind](section, device, host), section))
     for _ in trust_domains(groups)[1:]:
         regions.append(replace(regions[0], region_id=len(regions) + 1))
     return NodeMemory(tuple(regions), tuple(groups))
+
+
+def _as_configured(group: GroupSpec, section: GroupSection) -> GroupSpec:
+    return replace(group, trust=section.trust, scrub=section.scrub)
 
 
 def _regions(
@@ -228,5 +232,4 @@ def core_limits(config: NodeConfig) -> Limits:
         fence_after_ns=config.fence.after_ns,
         stall_after_ns=config.fence.stall_ms * MILLISECOND_NS,
         pull_deadline_ns=config.mover.pull_deadline_ns,
-        return_path=config.mover.return_path,
     )

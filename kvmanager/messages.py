@@ -243,8 +243,9 @@ def open_reply(opened: Opened) -> pb.OpenReply:
 
 def _growth(grown: Grown) -> pb.Growth:
     growth = pb.Growth(
-        request_id=grown.request_id, spans=[span_run(table) for table in grown.spans], spans_kept=grown.spans_kept
-    )
+        request_id=grown.request_id, spans=[span_run(table) for table in grown.spans], spans_kept=grown.spans_kept,
+        worker_plans=[plan_to_proto(plan) for plan in grown.worker_plans],
+    )  # fmt: skip
     if grown.error is not None:
         growth.error.CopyFrom(error_to_proto(grown.error))
     return growth

@@ -76,7 +76,7 @@ def view(node: Node) -> NodeView:
         attached = "attached" if len(engine.attaches) == engine.ranks else "registered"
         engines[attached if engine.trusted else "suspect"] += 1
         requests += len(engine.requests)
-    plans = {"copy": 0, "check": 0, "pull": 0}
+    plans = {"copy": 0, "check": 0, "pull": 0, "scrub": 0}
     for job in state.jobs.values():
         plans[type(job).__name__.removesuffix("Job").lower()] += 1
     return NodeView(

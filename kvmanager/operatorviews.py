@@ -9,7 +9,7 @@ from kvmanager.core.node import Node
 from kvmanager.core.pins import pin_tokens
 from kvmanager.core.plans import Purpose, Urgency
 from kvmanager.core.spans import DEVICE
-from kvmanager.core.state import CheckJob, CopyJob, OperatorPin, PullJob, State
+from kvmanager.core.state import CheckJob, CopyJob, OperatorPin, PullJob, ScrubJob, State
 from kvmanager.errors import InvalidArgument
 from kvmanager.protos import kvmanager_pb2 as pb
 
@@ -25,7 +25,9 @@ def transfers(node: Node, device: str) -> pb.TransfersReply:
     return pb.TransfersReply(transfers=found)
 
 
-def _transfer(state: State, plan_id: int, job: CopyJob | PullJob | CheckJob, device: str) -> pb.TransferStatus:
+def _transfer(
+    state: State, plan_id: int, job: CopyJob | PullJob | CheckJob | ScrubJob, device: str
+) -> pb.TransferStatus:
     group = state.groups[job.group]
     said = pb.TransferStatus(plan_id=plan_id, device=device, group=job.group, age_ns=max(state.now - job.since, 0))
     match job:
@@ -35,6 +37,10 @@ def _transfer(state: State, plan_id: int, job: CopyJob | PullJob | CheckJob, dev
             for number, rows in job.rows:
                 for c in range(len(group.chains[number].spec.classes)):
                     said.moved_bytes += _bytes(group, number, c, rows)
+        case ScrubJob():
+            said.purpose, urgency, said.spans = Purpose.SCRUB.value, Purpose.SCRUB.urgency, len(job.rows)
+            said.waiters = 1
+            said.moved_bytes = _bytes(group, job.chain, job.page_class, job.rows)
         case CheckJob():
             said.purpose, urgency, said.spans = Purpose.CHECK.value, Purpose.CHECK.urgency, len(job.rows)
             said.moved_bytes = _bytes(group, job.chain, job.page_class, job.rows)

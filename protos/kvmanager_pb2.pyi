@@ -1010,6 +1010,7 @@ class Growth(_message.Message):
     SPANS_FIELD_NUMBER: _builtins.int
     SPANS_KEPT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    WORKER_PLANS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """id of an open request"""
     spans_kept: _builtins.int
@@ -1022,6 +1023,10 @@ class Growth(_message.Message):
     def error(self) -> Global___Error:
         """set: the request keeps what it had"""
 
+    @_builtins.property
+    def worker_plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plan]:
+        """what the worker does to the new pages before its first write there"""
+
     def __init__(
         self,
         *,
@@ -1029,10 +1034,11 @@ class Growth(_message.Message):
         spans: _abc.Iterable[Global___SpanRun] | None = ...,
         spans_kept: _builtins.int = ...,
         error: Global___Error | None = ...,
+        worker_plans: _abc.Iterable[Global___Plan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "request_id", b"request_id", "spans", b"spans", "spans_kept", b"spans_kept"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "request_id", b"request_id", "spans", b"spans", "spans_kept", b"spans_kept", "worker_plans", b"worker_plans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1563,100 +1569,6 @@ class StoreReply(_message.Message):
 Global___StoreReply: _TypeAlias = StoreReply  # noqa: Y015
 
 @_typing.final
-class CacheCall(_message.Message):
-    """One of the calls above, on a stream of them: half of a call's way is spared. They are answered in order, one each."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LOOKUP_FIELD_NUMBER: _builtins.int
-    ACQUIRE_FIELD_NUMBER: _builtins.int
-    DONE_FIELD_NUMBER: _builtins.int
-    STORE_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def lookup(self) -> Global___LookupRequest:
-        """answered by a LookupReply"""
-
-    @_builtins.property
-    def acquire(self) -> Global___AcquireRequest:
-        """answered by an AcquireReply"""
-
-    @_builtins.property
-    def done(self) -> Global___DoneRequest:
-        """answered by a DoneReply"""
-
-    @_builtins.property
-    def store(self) -> Global___StoreRequest:
-        """answered by a StoreReply"""
-
-    def __init__(
-        self,
-        *,
-        lookup: Global___LookupRequest | None = ...,
-        acquire: Global___AcquireRequest | None = ...,
-        done: Global___DoneRequest | None = ...,
-        store: Global___StoreRequest | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "done", b"done", "lookup", b"lookup", "store", b"store", "what", b"what"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "done", b"done", "lookup", b"lookup", "store", b"store", "what", b"what"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["lookup", "acquire", "done", "store"]  # noqa: Y015
-    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
-
-Global___CacheCall: _TypeAlias = CacheCall  # noqa: Y015
-
-@_typing.final
-class CacheAnswer(_message.Message):
-    """Its answer. A call that fails does not end the stream."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LOOKUP_FIELD_NUMBER: _builtins.int
-    ACQUIRE_FIELD_NUMBER: _builtins.int
-    DONE_FIELD_NUMBER: _builtins.int
-    STORE_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def lookup(self) -> Global___LookupReply:
-        """to a LookupRequest"""
-
-    @_builtins.property
-    def acquire(self) -> Global___AcquireReply:
-        """to an AcquireRequest"""
-
-    @_builtins.property
-    def done(self) -> Global___DoneReply:
-        """to a DoneRequest"""
-
-    @_builtins.property
-    def store(self) -> Global___StoreReply:
-        """to a StoreRequest"""
-
-    @_builtins.property
-    def error(self) -> Global___Error:
-        """the call failed; nothing of it happened"""
-
-    def __init__(
-        self,
-        *,
-        lookup: Global___LookupReply | None = ...,
-        acquire: Global___AcquireReply | None = ...,
-        done: Global___DoneReply | None = ...,
-        store: Global___StoreReply | None = ...,
-        error: Global___Error | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "done", b"done", "error", b"error", "lookup", b"lookup", "store", b"store", "what", b"what"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "done", b"done", "error", b"error", "lookup", b"lookup", "store", b"store", "what", b"what"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["lookup", "acquire", "done", "store", "error"]  # noqa: Y015
-    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
-
-Global___CacheAnswer: _TypeAlias = CacheAnswer  # noqa: Y015
-
-@_typing.final
 class Region(_message.Message):
     """A piece of memory that the daemon made."""
 
@@ -2093,26 +2005,22 @@ class SourceRank(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     BASE_ADDRESS_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    HOST_BASE_ADDRESS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """index of the rank in the source's shard group"""
     base_address: _builtins.int
     """address, in bytes, of the rank's region in the source mover's process"""
     size_bytes: _builtins.int
     """bytes that may be read from there on"""
-    host_base_address: _builtins.int
-    """address, in bytes, likewise of pages that lie on the host alone"""
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
         base_address: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
-        host_base_address: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_address", b"base_address", "host_base_address", b"host_base_address", "rank", b"rank", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_address", b"base_address", "rank", b"rank", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2120,7 +2028,7 @@ Global___SourceRank: _TypeAlias = SourceRank  # noqa: Y015
 
 @_typing.final
 class SourceChain(_message.Message):
-    """One chain of the source's spans; of a chain of several page classes one each."""
+    """One chain of the source's spans."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2505,7 +2413,7 @@ class Plan(_message.Message):
     plan_id: _builtins.int
     """id, never used twice"""
     purpose: _builtins.str
-    """"offload", "onboard", "spill", "mirror", "copy_on_write", "place", "check" """
+    """offload, onboard, spill, mirror, copy_on_write, place, check or scrub"""
     @_builtins.property
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___PagedCopies]:
         """in any order: no two of them touch the same target byte"""

@@ -114,7 +114,7 @@ class CpuExecutor(ActivePlans[_Active]):
         started = self._clock_ns()
         while spent < 1 and active.moved_bytes < active.total_bytes:
             piece = next(active.work)
-            copy_piece(self._regions[piece.source_region], self._regions[piece.target_region], piece)
+            do_piece(self._regions, active.plan.purpose, piece)
             active.moved_bytes += piece.total_bytes
             if active.moved_bytes < active.total_bytes:
                 reach("mover.plan.half_copied")
@@ -132,6 +132,21 @@ class CpuExecutor(ActivePlans[_Active]):
 def _work(plan: CopyPlan) -> Iterator[StridedCopies]:
     for piece in plan.pieces():
         yield from slices(piece, SLICE_BYTES, SLICE_RUNS)
+
+
+def do_piece(regions: RegionMap, purpose: Purpose, c: StridedCopies) -> None:
+    """One set whose bounds were checked, copied, or zeros over its targets."""
+    if purpose is Purpose.SCRUB:
+        clear_piece(regions[c.target_region], c)
+    else:
+        copy_piece(regions[c.source_region], regions[c.target_region], c)
+
+
+def clear_piece(target: ByteArray, c: StridedCopies) -> None:
+    """Zeros over the targets of one set whose bounds were checked."""
+    shape = (*c.counts, c.row_bytes)
+    for end in c.target_offsets.tolist():
+        _view(target, end, shape, c.target_strides)[...] = 0
 
 
 def copy_piece(source: ByteArray, target: ByteArray, c: StridedCopies) -> None:

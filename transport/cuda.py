@@ -167,7 +167,8 @@ class CudaExecutor(ActivePlans[_Active]):
             key: _Lane(self._by_kernel, number * WINDOW_PIECES, self._windows)
             for number, key in enumerate(_DIRECTIONS)
         }
-        self._lanes = [*self._engine_lanes.values(), *self._kernel_lanes.values()]
+        self._clear_lane = _Lane(self._by_zeros, 0)
+        self._lanes = [*self._engine_lanes.values(), *self._kernel_lanes.values(), self._clear_lane]
         self._bounce: PinnedMemory | None = None  # made with its lane, when a plan needs it
         self._bounce_lane: _Lane | None = None
         self._down: list[Any] = []
@@ -195,6 +196,10 @@ class CudaExecutor(ActivePlans[_Active]):
         key = source.array is None, target.array is None
         small = box.total_bytes < self._tuning.small_copy_bytes and len(box.counts) <= MAX_EXTENTS
         active.pending += 1
+        if active.plan.purpose is Purpose.SCRUB:
+            sliced = _sliced(copies, box, self._tuning.run_piece_bytes, PIECE_RUNS)
+            self._clear_lane.turns.put(active.plan.purpose, (active, sliced))
+            return
         inside = all(key) and not box.counts and box.row_bytes >= LONG_ROW_BYTES
         if inside:
             lane = self._bouncing() if self._tuning.bounce_bytes else self._kernel_lanes[key]
@@ -210,6 +215,9 @@ class CudaExecutor(ActivePlans[_Active]):
 
     def _by_engine(self, copies: StridedCopies, _mark: int, stream: int) -> None:
         self._copies.issue(copies, stream)
+
+    def _by_zeros(self, copies: StridedCopies, _mark: int, stream: int) -> None:
+        self._copies.clear(copies, stream)
 
     def _bouncing(self) -> _Lane:
         """The lane of runs within the GPU. Raises DeviceError where there is no room for its buffer."""

@@ -17,6 +17,7 @@ from kvmanager.allocators.cuda_driver import call, check, device_handle, driver
 from kvmanager.core.plans import StridedCopies
 from kvmanager.errors import DeviceError
 from kvmanager.geometry import Int64Array
+from kvmanager.transport.cpu import clear_piece
 from kvmanager.transport.executor import RegionMap
 from kvmanager.transport.runs import bounds, join_neighbours, spread
 from kvmanager.units import KIB, MIB
@@ -115,6 +116,7 @@ class CudaCopies:
         )
         self._copy_3d_call = _function("cuMemcpy3DAsync", _COPY_3D_ABI, pointer, pointer)
         self._copy_call = _function("cuMemcpyAsync", 4_000, ctypes.c_uint64, ctypes.c_uint64, size, pointer)
+        self._clear_call = _function("cuMemsetD8Async", 3_020, ctypes.c_uint64, ctypes.c_ubyte, size, pointer)
         self._attributes = _Attributes(source_order=_SOURCE_ORDER_STREAM, flags=_BESIDE_COMPUTE)
         self._first = ctypes.c_size_t(0)
         self._copy_3d = _Copy3D()
@@ -126,6 +128,19 @@ class CudaCopies:
         """
         part, box = as_box(copies, self._max_pitch, self._crosses, self._long_row_bytes)
         return self._issue_runs(part, stream) if box is None else self._issue_boxes(part, box, stream)
+
+    def clear(self, copies: StridedCopies, stream: int) -> None:
+        """Zeros over the targets of one set whose bounds were checked: host memory at once, GPU memory in `stream`.
+
+        Raises DeviceError.
+        """
+        target = self._regions.find(copies.target_region)
+        if target.array is not None:
+            clear_piece(target.array, copies)
+            return
+        starts = spread(copies.target_offsets, copies.counts, copies.target_strides) + target.address
+        for start in starts.tolist():
+            check("cuMemsetD8Async", self._clear_call(start, 0, copies.row_bytes, stream))
 
     def _crosses(self, c: StridedCopies) -> bool:
         """Whether some one copy of the set lies on both sides of a chunk bound."""

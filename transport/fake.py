@@ -21,7 +21,7 @@ from kvmanager.core.checksums import SumArray
 from kvmanager.core.plans import CopyPlan
 from kvmanager.errors import Draining, InvalidArgument, KVError, TransferFailed
 from kvmanager.transport.checksums import sum_pages
-from kvmanager.transport.cpu import copy_piece
+from kvmanager.transport.cpu import do_piece
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.turns import FAIR_TURNS
 
@@ -119,7 +119,7 @@ class FakeExecutor:
         sums = None
         if self._regions is not None:
             for piece in entry.plan.pieces():
-                copy_piece(self._regions[piece.source_region], self._regions[piece.target_region], piece)
+                do_piece(self._regions, entry.plan.purpose, piece)
             if entry.plan.copies and self._random.random() < self._corrupt_share:
                 self._corrupt(entry.plan)
             if entry.plan.sums is not None:

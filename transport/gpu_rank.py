@@ -14,7 +14,7 @@ import torch
 
 from kvmanager.allocators.cuda_driver import DeviceContext, call
 from kvmanager.allocators.device_memory import DeviceMapping
-from kvmanager.core.plans import CopyPlan
+from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.transport.cuda_copies import CudaCopies
 from kvmanager.transport.executor import ByteArray, RegionMap
 from kvmanager.transport.gpu_timeline import GpuTimeline
@@ -64,8 +64,9 @@ class GpuRank:
         copies = CudaCopies(regions, self._context.ordinal)
         for plan in plans:
             regions.check(plan)
+            issue = copies.clear if plan.purpose is Purpose.SCRUB else copies.issue
             for piece in plan.pieces():
-                copies.issue(piece, self._stream())
+                issue(piece, self._stream())
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self.device).cuda_stream)

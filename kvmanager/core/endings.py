@@ -13,9 +13,10 @@ from kvmanager.core.lifecycle import refuse_waiting, wake
 from kvmanager.core.operatorevents import Loss
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Phase
+from kvmanager.core.scrubbing import scrub_ended, whole_copy
 from kvmanager.core.settle import publish
 from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, READY, CopyState
-from kvmanager.core.state import CheckJob, CopyJob, PullJob, State, ended_well
+from kvmanager.core.state import CheckJob, CopyJob, PullJob, ScrubJob, State, ended_well
 from kvmanager.core.verification import check_ended, differing, keep, take_out
 from kvmanager.errors import ChecksumMismatch, KVError, TransferFailed
 from kvmanager.geometry import Int64Array
@@ -43,6 +44,8 @@ def plan_ended(
         _pull_ended(state, plan_id, job, outcome, error)
     elif isinstance(job, CheckJob):
         check_ended(state, job, sums if ended_well(outcome) else None)
+    elif isinstance(job, ScrubJob):
+        scrub_ended(state, plan_id, job, outcome, error)
     elif job.target_tier == HOST:
         _writeback_ended(state, job, outcome, sums)
     else:
@@ -113,6 +116,7 @@ def _onboard_ended(
         good = [row for place, row in enumerate(job.rows) if place not in bad]
         # An unpublished target is a request's own span: it goes on filling it.
         index = np.asarray(good, np.int64)
+        whole_copy(state, chain, job.page_class, index)
         published = index[chain.table.published[index]]
         chain.set_states(job.page_class, DEVICE, published, CopyState.READY, PageState.READY)
         _settle_private(chain, job.page_class, index[~chain.table.published[index]])

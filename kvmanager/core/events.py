@@ -318,12 +318,13 @@ class Opened:
 
 @dataclass(frozen=True)
 class Grown:
-    """Pages added to or taken from a request."""
+    """Pages added to or taken from a request. worker_plans: what its worker does to them before its first write."""
 
     request_id: int
     spans: tuple[SpanRunTable, ...]
     spans_kept: int
     error: KVError | None = None
+    worker_plans: tuple[CopyPlan, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ import numpy as np
 
 from kvmanager.core.admission import Demands, check, check_now, own_order, update_promise
 from kvmanager.core.group import Group
+from kvmanager.core.plans import CopyPlan
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Request, RequestChain
+from kvmanager.core.scrubbing import by_worker
 from kvmanager.core.spans import ABSENT, DEVICE, CopyState
 from kvmanager.core.state import Engine, FenceEntry, State
 from kvmanager.errors import CapacityError, KVError
@@ -19,8 +21,12 @@ from kvmanager.errors import CapacityError, KVError
 
 def resize(
     state: State, engine: Engine, entry: FenceEntry, request: Request, capacity: int
-) -> tuple[int | None, list[int] | None, KVError | None]:
-    """(spans kept after a truncate, first new ordinal a chain after a grow, error), None for what did not happen."""
+) -> tuple[int | None, list[int] | None, KVError | None, list[CopyPlan]]:
+    """(spans kept after a truncate, first new ordinal a chain after a grow, error), None for what did not happen.
+
+    Last: what the worker does to new pages before it writes there.
+    """
+    plans: list[CopyPlan] = []
     kept: int | None = None
     firsts: list[int] | None = None
     if any(_surplus(part, capacity) for part in request.chains):
@@ -30,11 +36,11 @@ def resize(
     if any(part.end_token < capacity for part in request.chains):
         firsts = [len(part.rows) for part in request.chains]
         try:
-            _grow(state, engine, entry, request, capacity)
+            _grow(state, engine, entry, request, capacity, plans)
         except CapacityError as error:
-            return kept, firsts, error
+            return kept, firsts, error, plans
     request.capacity_tokens = capacity
-    return kept, firsts, None
+    return kept, firsts, None, plans
 
 
 # ------------------------------------------------------------------------------------ shrinking
@@ -83,8 +89,13 @@ def _draining(request: Request, number: int, part: RequestChain) -> int | None:
 # -------------------------------------------------------------------------------------- growing
 
 
-def _grow(state: State, engine: Engine, entry: FenceEntry, request: Request, capacity: int) -> None:
-    """Adds spans until positions [0, capacity) have pages. Raises PoolExhausted; what the promise covers stays."""
+def _grow(
+    state: State, engine: Engine, entry: FenceEntry, request: Request, capacity: int, plans: list[CopyPlan]
+) -> None:
+    """Adds spans until positions [0, capacity) have pages. Raises PoolExhausted; what the promise covers stays.
+
+    `plans`: gets those that the worker carries out first.
+    """
     if request.truncated:
         _take_back(engine, entry, request, capacity)
     group = state.groups[request.group]
@@ -96,11 +107,11 @@ def _grow(state: State, engine: Engine, entry: FenceEntry, request: Request, cap
     if covered > min(part.end_token for part in request.chains):
         demands = _demands(group, request, covered)
         check_now(state, group, demands, request, _next(group, request))
-        _add(state, group, request, covered)
+        _add(state, group, request, covered, plans)
         update_promise(state, request)
     if any(part.end_token < capacity for part in request.chains):
         check(state, group, _demands(group, request, capacity), request, request.promised, _next(group, request))
-        _add(state, group, request, capacity)
+        _add(state, group, request, capacity, plans)
 
 
 def _demands(group: Group, request: Request, capacity: int) -> Demands:
@@ -140,7 +151,7 @@ def _covered_until(group: Group, request: Request, capacity: int) -> int:
     return low
 
 
-def _add(state: State, group: Group, request: Request, capacity: int) -> None:
+def _add(state: State, group: Group, request: Request, capacity: int, plans: list[CopyPlan]) -> None:
     """Takes the pages of all chains; they are known to fit."""
     reclaimer = state.reclaimers[group.spec.name]
     for part in request.chains:
@@ -157,3 +168,5 @@ def _add(state: State, group: Group, request: Request, capacity: int) -> None:
             pages = reclaimer.take(chain.pool(c, DEVICE), page_class.name, wanted)
             assert pages is not None, "room was made for these pages"
             chain.put_many(c, DEVICE, rows, pages)
+        if group.spec.scrub:
+            plans += by_worker(state, chain, rows)

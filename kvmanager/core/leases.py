@@ -18,6 +18,7 @@ from kvmanager.core.opening import reserve_spans
 from kvmanager.core.operatorevents import Loss
 from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.rows import RowArray, RowList
+from kvmanager.core.scrubbing import scrub
 from kvmanager.core.spans import DEVICE, TOKEN_ID_BYTES
 from kvmanager.core.state import Engine, FenceEntry, State
 from kvmanager.core.tenants import NOBODY
@@ -80,6 +81,7 @@ def reserve(state: State, event: ReserveSpans) -> Opened:
     """Pages for what is not known of the keys, as many leading ones as there is room for.
 
     `cached_tokens` of the answer: known already. Its spans are those to be filled. Raises PoolExhausted for none.
+    One that says "waiting" has no spans yet: the same is to be asked again.
     """
     engine, group = _asked(state, event)
     group.check_token_ids(len(event.keys), len(event.token_ids))
@@ -97,6 +99,8 @@ def reserve(state: State, event: ReserveSpans) -> Opened:
         group.asker = NOBODY
     request.expires_ns = state.now + event.lease_ttl_ns
     state.counters["store"] += 1
+    if scrub(state, group, request):
+        request.phase = Phase.WAITING
     return _answer(request, request.chains[0].shared)
 
 
@@ -128,6 +132,9 @@ def end(state: State, event: EndLease) -> None:
         raise UnknownLease(f"engine {engine.name!r} has no lease {event.request_id}: it never began, ended or expired")
     if request.phase is Phase.CLOSING:
         return  # said before
+    if request.phase is Phase.WAITING:
+        _give_up(state, request, event)
+        return
     check_fence(engine, event.fence)
     if event.committed or event.fence:
         check_names_all(engine, event.fence)
@@ -154,6 +161,14 @@ def end(state: State, event: EndLease) -> None:
     engine.fences.append(entry)
     resolve_fences(state, engine)
     group.unblock()
+
+
+def _give_up(state: State, request: Request, event: EndLease) -> None:
+    """Its engine knows of no page of it, so nothing of it can be in use; copies in flight keep theirs."""
+    if event.committed:
+        raise InvalidArgument(f"lease {request.request_id} waits for its pages: ask for them again, then fill them")
+    drop_request(state, request)
+    state.groups[request.group].unblock()
 
 
 def expire(state: State) -> None:
@@ -198,7 +213,8 @@ def _known(engine: Engine, event: AcquirePrefix | ReserveSpans) -> Request | Non
     request = engine.requests.get(event.request_id)
     if request is None:
         return None
-    if not (request.expires_ns and request.phase is Phase.RUNNING and event.keys.startswith(bytes(request.keys))):
+    open_lease = request.expires_ns and request.phase in (Phase.RUNNING, Phase.WAITING)
+    if not (open_lease and event.keys.startswith(bytes(request.keys))):
         raise InvalidArgument(f"request {event.request_id} is open already; choose another id")
     return request
 
@@ -206,6 +222,8 @@ def _known(engine: Engine, event: AcquirePrefix | ReserveSpans) -> Request | Non
 def _answer(request: Request, first: int) -> Opened:
     """The lease's spans from ordinal `first` on."""
     part = request.chains[0]
+    if request.phase is Phase.WAITING:
+        return Opened(request.request_id, "waiting")
     spans = (part.table_from(first),) if first < len(part.rows) else ()
     return Opened(request.request_id, "runnable", part.shared * _span_tokens(part), spans)
 

@@ -40,14 +40,16 @@ def wake(state: State, request: Request) -> None:
         return
     request.phase = Phase.RUNNING
     request.dirty.clear()
-    state.notify(state.engine_of(request), ready=opened(state, request, "runnable"))
+    if not request.expires_ns:  # a lease is asked for again
+        state.notify(state.engine_of(request), ready=opened(state, request, "runnable"))
 
 
 def refuse_waiting(state: State, request: Request, error: KVError) -> None:
     """Ends a waiting request: its engine is told, everything it held is given back."""
     engine = state.engine_of(request)
     drop_request(state, request)
-    state.notify(engine, ready=Opened(request.request_id, "refused", error=error))
+    if not request.expires_ns:
+        state.notify(engine, ready=Opened(request.request_id, "refused", error=error))
     state.counters["refusal"] += 1
 
 

@@ -31,6 +31,7 @@ from kvmanager.core.refusal import exhausted
 from kvmanager.core.request import Request, RequestChain
 from kvmanager.core.residency import first_resident, take_hot
 from kvmanager.core.rows import RowList, as_range, no_rows
+from kvmanager.core.scrubbing import scrub
 from kvmanager.core.sessions import begin_turn
 from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, NO_SPAN
 from kvmanager.core.spec import Residency
@@ -65,8 +66,9 @@ def open_request(state: State, engine: Engine, event: Open) -> Opened:
     _reuse(state, group, request, shapes)
     begin_turn(state, group, request)
     _count_hit(state, event, request, shapes)
-    if event.ticket is not None:
-        start_pull(state, engine, event)
+    waits = scrub(state, group, request, event.ticket)
+    if event.ticket is not None and not waits:
+        start_pull(state, request, event.ticket)
     update_promise(state, request)
     return begun(state, request)
 

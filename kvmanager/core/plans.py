@@ -49,6 +49,7 @@ class Purpose(StrEnum):
     COPY_ON_WRITE = "copy_on_write"
     PLACE = "place"
     CHECK = "check"  # moves nothing; its sums are compared
+    SCRUB = "scrub"  # reads nothing: zeros are written over its targets
 
     @property
     def urgency(self) -> Urgency:
@@ -69,6 +70,7 @@ _URGENCY = {
     Purpose.COPY_ON_WRITE: Urgency.WAITED_FOR,
     Purpose.PLACE: Urgency.WAITED_FOR,
     Purpose.CHECK: Urgency.WRITE_BACK,
+    Purpose.SCRUB: Urgency.WAITED_FOR,
 }
 _LINKS = {
     Purpose.OFFLOAD: Link.TO_HOST,

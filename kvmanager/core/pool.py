@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from kvmanager.allocators.fixed import PageArray, as_place
 from kvmanager.allocators.slabs import Slabs
+from kvmanager.core.writers import Writers
 
 
 class PageState(IntEnum):
@@ -136,6 +137,11 @@ class Pool:
         self.promised_slabs = 0
         self.overbooked_slabs = 0
         self.most_slabs = slabs
+        self.writers: Writers | None = None
+
+    def note_writers(self) -> None:
+        """From the beginning on, whose bytes may lie where is known."""
+        self.writers = Writers(self.numbered_slabs * self.units_per_slab)
 
     def hide(self, first: int, end: int) -> None:
         """Slabs [first, end), all free, are no longer the pool's."""
@@ -145,20 +151,24 @@ class Pool:
     def show(self, first: int, end: int) -> None:
         """Slabs [first, end), which were not the pool's, are."""
         self._slabs.show(first, end)
+        if self.writers is not None:
+            self.writers.forget(first * self.units_per_slab, end * self.units_per_slab)
         self.capacity_units += (end - first) * self.units_per_slab
 
     def is_free(self, first: int, end: int) -> bool:
         """Whether slabs [first, end) are the pool's and all free."""
         return self._slabs.free_range(first, end)
 
-    def take(self, page_class: str, count: int) -> PageArray | None:
-        """`count` pages, reserved, with a new generation each; None when they don't fit."""
+    def take(self, page_class: str, count: int, tenant: int = -1) -> PageArray | None:
+        """`count` pages, reserved, with a new generation each, for a tenant (-1: unknown); None when they don't fit."""
         pages = self._slabs.take(page_class, count)
         if pages is None:
             return None
         space = self.spaces[page_class]
         space.move(pages, _FREE, _RESERVED)
         space.new_content(pages)
+        if self.writers is not None:
+            self.writers.given(pages, space.units, tenant)
         return pages
 
     def give(self, page_class: str, pages: PageArray) -> None:

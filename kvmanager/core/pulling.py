@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from kvmanager.core.events import AbandonTicket, ChainPull, Open, PullTarget, StartPull
+from kvmanager.core.events import AbandonTicket, ChainPull, PullTarget, StartPull, TicketInfo
 from kvmanager.core.movement import span_runs
-from kvmanager.core.request import RequestChain
+from kvmanager.core.request import Request, RequestChain
 from kvmanager.core.rows import RowArray
 from kvmanager.core.spans import DEVICE, FILLING, HOST
 from kvmanager.core.spec import Placement
-from kvmanager.core.state import Engine, PullJob, State
+from kvmanager.core.state import PullJob, State
 
 
-def start_pull(state: State, engine: Engine, event: Open) -> None:
+def start_pull(state: State, request: Request, ticket: TicketInfo) -> None:
     """Fetches what a ticket covers and is not here already, skipped by position, in every chain."""
-    assert event.ticket is not None
-    group = state.groups[engine.group]
-    request = engine.requests[event.request_id]
-    end = event.ticket.committed_tokens
+    group = state.groups[request.group]
+    end = ticket.committed_tokens
     request.cached_tokens = max(request.cached_tokens, end)
     chains, held = [], []
     for number, part in enumerate(request.chains):
@@ -28,15 +26,15 @@ def start_pull(state: State, engine: Engine, event: Open) -> None:
         part.chain.table.busy[rows] += 1
         held.append((number, rows.tolist()))
     if not chains:
-        state.effects.append(AbandonTicket(event.ticket))
+        state.effects.append(AbandonTicket(ticket))
         return
     plan_id = state.new_pull_id()
-    who = (engine.name, engine.epoch, request.request_id)
-    state.jobs[plan_id] = PullJob(group.spec.name, held, who, event.ticket, since=state.now)
+    who = (request.engine, request.epoch, request.request_id)
+    state.jobs[plan_id] = PullJob(group.spec.name, held, who, ticket, since=state.now)
     request.waiting_on.add(plan_id)
-    tenant = state.tenants.name_of(engine.namespace)
+    tenant = state.tenants.name_of(request.namespace)
     state.effects.append(
-        StartPull(plan_id, group.spec.name, event.ticket, tuple(chains), state.limits.pull_deadline_ns, tenant)
+        StartPull(plan_id, group.spec.name, ticket, tuple(chains), state.limits.pull_deadline_ns, tenant)
     )
 
 

@@ -235,7 +235,7 @@ class Reclaimer:
         """`count` reserved pages, reclaiming as needed; None when even that is not enough."""
         if count and not self.make_room(pool, {page_class: count}):
             return None
-        return pool.take(page_class, count)
+        return pool.take(page_class, count, self._group.asker)
 
     def make_room(self, pool: Pool, wants: Mapping[str, int]) -> bool:
         """Reclaims until the wants fit, in the order of the group's policy."""

@@ -37,7 +37,7 @@ COUNTERS = (
     "host_reclaim", "host_eviction", "writeback_bypass", "writeback_again", "writeback_cancelled", "summed_page",
     "checked_page", "bad_copy", "bad_pull", "restart_check",
     "acquire", "acquired_tokens", "store", "stored_tokens", "failed_load", "expired_lease", "extent_move",
-    "retraction", "resumption",
+    "retraction", "resumption", "scrubbed_page",
 )
 
 
@@ -189,6 +189,24 @@ class CheckJob:
 
 
 @dataclass
+class ScrubJob:
+    """A plan in flight that writes zeros over `pages` of a request's new spans. rows: those spans, one `busy` each.
+
+    waiter: as in `CopyJob`. ticket: what is pulled into them then.
+    """
+
+    group: str
+    chain: int
+    page_class: int
+    tier: int
+    rows: list[int]
+    pages: Int64Array
+    waiter: tuple[str, int, int]
+    ticket: TicketInfo | None = None
+    since: int = 0
+
+
+@dataclass
 class PullJob:
     """A hand-off in flight into the rows of one request, by chain.
 
@@ -262,7 +280,7 @@ class State:
         self.retired: dict[tuple[str, int], Engine] = {}  # replaced or suspect epochs whose processes may still live
         self.timelines: dict[int, int] = {}
         self.dead_attaches: set[int] = set()
-        self.jobs: dict[int, CopyJob | PullJob | CheckJob] = {}
+        self.jobs: dict[int, CopyJob | PullJob | CheckJob | ScrubJob] = {}
         self.checks: deque[tuple[str, int, int, int]] = deque()  # group, chain, class, row: to be checked
         self.checks_until = 0
         self.tickets: dict[str, Ticket] = {}

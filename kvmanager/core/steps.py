@@ -123,7 +123,7 @@ def _progress(state: State, engine: Engine, group: Group, entry: FenceEntry, pro
     if progress.rejected_tokens:
         state.counters["draft_truncation"] += 1
     capacity = max(progress.capacity_tokens, request.committed_tokens)
-    kept, first_new, error = resize(state, engine, entry, request, capacity)
+    kept, first_new, error, plans = resize(state, engine, entry, request, capacity)
     update_promise(state, request)
     if error is None and first_new is None and kept is None:
         return []
@@ -131,7 +131,8 @@ def _progress(state: State, engine: Engine, group: Group, entry: FenceEntry, pro
     runs = tuple(
         part.table_from(first) for part, first in zip(request.chains, starts, strict=True) if first < len(part.rows)
     )
-    return [Grown(request.request_id, runs, kept if kept is not None else len(request.chains[0].rows), error)]
+    spans_kept = kept if kept is not None else len(request.chains[0].rows)
+    return [Grown(request.request_id, runs, spans_kept, error, tuple(plans))]
 
 
 def _commit(engine: Engine, group: Group, entry: FenceEntry, request: Request, progress: Progress) -> None:

@@ -14,7 +14,7 @@ from kvmanager.core.pool import PageState
 from kvmanager.core.spec import GroupSpec, Limits
 from kvmanager.errors import KVError
 from kvmanager.transport.checksums import sum_pages
-from kvmanager.transport.cpu import copy_piece
+from kvmanager.transport.cpu import do_piece
 from tests.sim.content import Memory
 from tests.sim.driver import DEFAULT_LIMITS, Client, Driver, sharded_group
 from tests.sim.worker import WrongKV
@@ -90,7 +90,7 @@ class BytesDriver(Driver):
     def move(self, plan: CopyPlan) -> None:
         """All bytes of a plan."""
         for c in plan.pieces():
-            copy_piece(self.memory.regions[c.source_region], self.memory.regions[c.target_region], c)
+            do_piece(self.memory.regions, plan.purpose, c)
 
 
 class BytesClient(Client):

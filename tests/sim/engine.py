@@ -40,7 +40,7 @@ from kvmanager.errors import (
     TransferError,
     UnknownRequest,
 )
-from tests.sim import retracts
+from tests.sim import retracts, workerplans
 from tests.sim.content import PAGE_ROWS, Text, next_text
 from tests.sim.harness import World
 from tests.sim.listener import ids_told
@@ -155,6 +155,7 @@ class SimEngine:
         for said in pending.message.progress:
             self.requests[said.request_id].starved = False
         for grown in reply.grown:
+            workerplans.clear(self, grown)
             self._grown(grown)
         for closed in pending.closes:
             if closed.request_id not in kept:
@@ -370,10 +371,7 @@ class SimEngine:
             rank.queue.append((self.value, ops))
 
     def _launch_request(self, request: SimRequest, work: list[list[RowsOp | CopyOp]]) -> None:
-        for plan in request.plans:
-            for rank, ops in zip(self.ranks, work, strict=True):
-                mine = [c for c in plan.pieces() if self._rank_of(c.target_region) == rank.number]
-                ops.append(CopyOp(f"cow of {request.request_id}", mine, self.world.claims(mine)))
+        workerplans.run(self, request, request.plans, work)
         request.plans = ()
         first, old = request.done, request.done
         end = min(request.end, request.prompt if first < request.prompt else request.capacity)
@@ -395,7 +393,7 @@ class SimEngine:
             if count > 0:
                 ops += request.rows_ops(rank.number, first, first + count, content, True)
 
-    def _rank_of(self, region: int) -> int:
+    def rank_of(self, region: int) -> int:
         for chain in self.spec.chains:
             for c in chain.classes:
                 if region in c.device_regions:

@@ -32,9 +32,9 @@ from kvmanager.core.node import Node
 from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.core.pool import PageState
 from kvmanager.core.spec import GroupSpec, Limits, PageClass, Placement
-from kvmanager.core.state import CheckJob, CopyJob
+from kvmanager.core.state import CheckJob, CopyJob, ScrubJob
 from kvmanager.errors import KVError
-from kvmanager.transport.cpu import copy_piece
+from kvmanager.transport.cpu import do_piece
 from tests.sim import pulls, rot, tenancy
 from tests.sim.driver import nothing_held
 from tests.sim.listener import Listener
@@ -220,7 +220,7 @@ class World:
         """The region as a plan uses it: where several classes share it, the plan's own class says which."""
         use = self._use(region, offset)
         job = self.node.state.jobs.get(plan_id) if plan_id is not None else None
-        if not isinstance(job, CopyJob | CheckJob):
+        if not isinstance(job, CopyJob | CheckJob | ScrubJob):
             return use
         return replace(use, page_class=use.group.chains[job.chain].page_class(job.page_class))
 
@@ -265,7 +265,7 @@ class World:
         CopyOp(str(flight.plan), [], flight.claims).run(self.memory)
         pieces = list(flight.plan.pieces())
         for c in pieces[: max(1, int(len(pieces) * share))]:
-            copy_piece(self.memory.regions[c.source_region], self.memory.regions[c.target_region], c)
+            do_piece(self.memory.regions, flight.plan.purpose, c)
         flight.done = True
 
     def end_plan(self, plan_id: int, outcome: CopyOutcome = CopyOutcome.DONE) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 from kvmanager.core.events import Opened, ResidencyRows, SpanRunTable
 from kvmanager.core.group import Group
 from kvmanager.core.patterns import Rows
-from kvmanager.core.plans import CopyPlan, StridedCopies
+from kvmanager.core.plans import CopyPlan, Purpose, StridedCopies
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.spec import ChainSpec, PageClass, Placement
 from kvmanager.layout import KVLayout
-from kvmanager.transport.cpu import copy_piece
+from kvmanager.transport.cpu import do_piece
 from tests.sim.content import PAGE_ROWS, Memory, Text
 
 
@@ -137,12 +137,13 @@ class CopyOp:
     what: str
     copies: list[StridedCopies]
     claims: list[Claim]
+    purpose: Purpose = Purpose.COPY_ON_WRITE
 
     def run(self, memory: Memory) -> None:
         for claim in self.claims:
             claim.hold(self.what)
         for c in self.copies:
-            copy_piece(memory.regions[c.source_region], memory.regions[c.target_region], c)
+            do_piece(memory.regions, self.purpose, c)
 
 
 class Rank:

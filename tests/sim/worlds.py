@@ -227,8 +227,12 @@ def _pressure(regions: Regions, draw: random.Random) -> Nodes:
 
 
 def _tenants(regions: Regions, draw: random.Random) -> Nodes:
-    """Two engines of two tenants in one group: one has a floor, the other a ceiling and the higher priority."""
-    return [[sharded(regions, "main", draw.randint(10, 18), draw.choice((8, 20, 50)))]]
+    """Two engines of two tenants in one group: one has a floor, the other a ceiling and the higher priority.
+
+    In half of them pages are scrubbed between the two.
+    """
+    group = sharded(regions, "main", draw.randint(10, 18), draw.choice((8, 20, 50)))
+    return [[replace(group, scrub=draw.random() < 0.5)]]
 
 
 def _shared(regions: Regions, draw: random.Random) -> Nodes:

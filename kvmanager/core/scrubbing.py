@@ -1,0 +1,130 @@
+"""Scrubbing: a page that goes from one tenant to another is overwritten before the new one can read it.
+
+Only in groups that ask for it. A request whose new pages may hold another tenant's bytes waits, as for an onboard,
+while the mover writes zeros over them; a hand-off into them begins after that. Pages that a running request grows into
+can't wait: the reply brings a plan with them, which the worker carries out before its first write (as copy-on-write).
+What copies overwrite as a whole (onboards, mirrors, write-back) needs neither. Hot buffers are not scrubbed: a row of
+one is read only after its own content was gathered into it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvmanager.core.events import CopyOutcome, SubmitPlan, TicketInfo
+from kvmanager.core.group import Chain, Group
+from kvmanager.core.lifecycle import refuse_waiting, wake
+from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
+from kvmanager.core.pulling import start_pull
+from kvmanager.core.request import Phase, Request
+from kvmanager.core.rows import RowArray
+from kvmanager.core.spanplans import copy_pages
+from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST
+from kvmanager.core.state import ScrubJob, State, ended_well
+from kvmanager.errors import KVError, TransferFailed
+from kvmanager.geometry import Int64Array
+
+
+def scrub(state: State, group: Group, request: Request, ticket: TicketInfo | None = None) -> bool:
+    """Has the pages of new spans overwritten where need be; the request waits then. Whether it does.
+
+    `ticket`: what is pulled into them afterwards.
+    """
+    if not group.spec.scrub:
+        return False
+    who = (request.engine, request.epoch, request.request_id)
+    for number, part in enumerate(request.chains):
+        chain = part.chain
+        new = part.rows.array[part.shared :]
+        new = new[chain.table.busy[new] == 0]  # the others' pages come whole, from the host
+        for c in range(chain.table.classes):
+            for tier in (DEVICE, HOST) if chain.has_host(c) else (DEVICE,):
+                rows = new[chain.table.copies[c, tier, new] == FILLING]
+                pages = _unclean(chain, c, tier, rows)
+                if len(pages) == 0:
+                    continue
+                plan = CopyPlan(state.new_plan_id(), Purpose.SCRUB, zeros(chain, c, tier, pages))
+                state.jobs[plan.plan_id] = ScrubJob(
+                    group.spec.name, number, c, tier, rows.tolist(), pages, who, ticket, state.now
+                )
+                request.waiting_on.add(plan.plan_id)
+                state.effects.append(SubmitPlan(plan))
+    # Afterwards: a span may wait for several plans.
+    for plan_id in request.waiting_on:
+        job = state.jobs[plan_id]
+        if isinstance(job, ScrubJob):
+            group.chains[job.chain].table.busy[np.asarray(job.rows, np.int64)] += 1
+    return _waits_for_zeros(state, request)
+
+
+def by_worker(state: State, chain: Chain, rows: RowArray) -> list[CopyPlan]:
+    """Plans for the worker that is given these new spans at once: zeros over what others may have written there."""
+    plans = []
+    for c in range(chain.table.classes):
+        pages = _unclean(chain, c, DEVICE, rows)
+        if len(pages):
+            plans.append(CopyPlan(state.new_plan_id(), Purpose.SCRUB, zeros(chain, c, DEVICE, pages)))
+    return plans
+
+
+def zeros(chain: Chain, page_class: int, tier: int, pages: Int64Array) -> tuple[PagedCopies, ...]:
+    """Whole pages on all ranks; a scrub names them as source and as target, and reads nothing."""
+    c = chain.page_class(page_class)
+    regions = c.device_regions if tier == DEVICE else c.host_regions
+    found: list[PagedCopies] = []
+    for region in regions:
+        found += copy_pages(c.page_bytes, region, pages, region, pages)
+    return tuple(found)
+
+
+def scrub_ended(state: State, plan_id: int, job: ScrubJob, outcome: CopyOutcome, error: KVError | None) -> None:
+    """The request goes on once all its pages are overwritten, or ends where they could not be."""
+    group = state.groups[job.group]
+    chain = group.chains[job.chain]
+    rows = np.asarray(job.rows, np.int64)
+    chain.table.busy[rows] -= 1
+    if ended_well(outcome):
+        _overwritten(group, chain, job.page_class, job.tier, rows)
+        state.counters["scrubbed_page"] += len(job.pages)
+    elif outcome is CopyOutcome.UNKNOWN_FATE:
+        for row in job.rows:
+            state.quarantine_pages(group, chain, job.page_class, job.tier, row)
+    request = state.find(job.waiter)
+    if request is not None and plan_id in request.waiting_on:
+        request.waiting_on.discard(plan_id)
+        if not ended_well(outcome):
+            refuse_waiting(state, request, error or TransferFailed("the pages could not be overwritten; ask again"))
+        elif not _waits_for_zeros(state, request):
+            if job.ticket is not None:
+                start_pull(state, request, job.ticket)
+            wake(state, request)
+    chain.release_unused(job.rows)
+
+
+def whole_copy(state: State, chain: Chain, page_class: int, rows: RowArray) -> None:
+    """Device pages of these spans were overwritten as a whole by a copy of their own content."""
+    for group in state.groups.values():
+        if group.spec.scrub and chain in group.chains and len(rows):
+            _overwritten(group, chain, page_class, DEVICE, rows)
+
+
+def _overwritten(group: Group, chain: Chain, page_class: int, tier: int, rows: RowArray) -> None:
+    pool, name = chain.pool(page_class, tier), chain.page_class(page_class).name
+    assert pool.writers is not None
+    for row in rows[chain.table.copies[page_class, tier, rows] != ABSENT].tolist():
+        tenant = group.tenants.of_namespace[int(chain.table.namespace[row])]
+        pages = chain.table.page_list(page_class, tier, row)
+        pool.writers.overwritten(pages, pool.spaces[name].units, tenant)
+
+
+def _unclean(chain: Chain, page_class: int, tier: int, rows: RowArray) -> Int64Array:
+    """Pages of spans that may hold bytes of other tenants."""
+    pool, name = chain.pool(page_class, tier), chain.page_class(page_class).name
+    assert pool.writers is not None
+    pages = chain.table.page_lists(page_class, tier, rows)
+    return pages[pool.writers.unclean(pages, pool.spaces[name].units)]
+
+
+def _waits_for_zeros(state: State, request: Request) -> bool:
+    assert request.phase is not Phase.CLOSING
+    return any(isinstance(state.jobs[plan_id], ScrubJob) for plan_id in request.waiting_on)
