@@ -200,7 +200,7 @@ class GroupSection:
     @property
     def host_share(self) -> HostShare:
         """What it says of a host region that it shares."""
-        limits = self.host_floor, self.host_ceiling, self.host_extent_bytes
+        limits = self.host_floor, self.host_ceiling, self.host_extent_bytes, 2 if self.kind == "hisparse" else 1
         return HostShare(self.name, self.ranks, self.unit_bytes, self.host_bytes_per_rank, self.host_region, *limits)
 
     @property

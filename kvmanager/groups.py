@@ -19,7 +19,7 @@ from kvmanager.core.spec import (
     TenantSpec,
 )
 from kvmanager.geometry import SEQUENTIAL
-from kvmanager.hostregions import HostRegion, in_extents, shared_host_regions
+from kvmanager.hostregions import HostRegion, in_extents, limits_in, shared_host_regions
 from kvmanager.layout import indexer_layout, latent_layout, native_layout, plain_layout
 from kvmanager.transport.pinned import chunk_bounds
 from kvmanager.units import MILLISECOND_NS
@@ -71,7 +71,8 @@ def plan_memory(config: NodeConfig) -> NodeMemory:
             if region.name not in made:
                 made[region.name] = _add_host_region(regions, region, config.node.device)
             group = _BUILDERS[section.kind](section, device, made[region.name])
-            groups.append(_as_configured(in_extents(group, region, section.host_share), section))
+            limits = limits_in(section.host_share, region.extents)
+            groups.append(_as_configured(in_extents(group, region, *limits), section))
             continue
         own = section.host_units - section.offload_units
         host = _regions(regions, section, RegionKind.HOST, own, config.node.device)
@@ -158,15 +159,16 @@ def _hisparse(section: GroupSection, device: tuple[int, ...], host: tuple[int, .
     """A decode rank: latent pages, indexer pages and hot rows share the HBM slabs, and latents and indexers the host's.
 
     With a strict split the host has a region and a pool for each of the two. Where it shares its host region with other
-    groups, that is for latents alone, and indexer pages stay in HBM.
+    groups, each of the two has a pool of extents in it.
     """
     hbm, mirror = (pool_name(section.name, kind) for kind in (RegionKind.DEVICE, RegionKind.HOST))
-    offload = offload_pool_name(section.name) if section.host_split == "strict" else mirror
+    apart = section.host_split == "strict" or bool(section.host_region)
+    offload = offload_pool_name(section.name) if apart else mirror
     latents = latent_layout(section.kv_format, section.page_rows)
     indexers = indexer_layout(section.kv_format, section.page_rows)
     classes = (
         PageClass("latent", latents, hbm, device, mirror, host[:1]),
-        PageClass("indexer", indexers, hbm, device, *(("", ()) if section.host_region else (offload, host[-1:]))),
+        PageClass("indexer", indexers, hbm, device, offload, host[-1:]),
     )
     chain = ChainSpec("main", Placement.SHARDED, 1, section.page_rows, SEQUENTIAL, section.arrival_order, classes)
     latent, indexer = ("latent", 1), ("indexer", section.unit_bytes // indexers.page_bytes)
@@ -175,9 +177,12 @@ def _hisparse(section: GroupSection, device: tuple[int, ...], host: tuple[int, .
     if section.host_split == "strict":
         pools.append(PoolSpec(mirror, "host", 1, section.host_units - section.offload_units, unit, (latent,)))
         pools.append(PoolSpec(offload, "host", 1, section.offload_units, unit, (indexer,)))
+    elif section.host_region:  # as many as the group's bytes hold, until they are numbered over the whole region
+        pools.append(PoolSpec(mirror, "host", 1, section.host_units, unit, (latent,)))
+        indexer_pages = section.host_bytes_per_rank // indexers.page_bytes
+        pools.append(PoolSpec(offload, "host", 1, indexer_pages, indexers.page_bytes, (("indexer", 1),)))
     else:
-        shared = (latent,) if section.host_region else (latent, indexer)
-        pools.append(PoolSpec(mirror, "host", 1, section.host_units, unit, shared))
+        pools.append(PoolSpec(mirror, "host", 1, section.host_units, unit, (latent, indexer)))
     sparse = SparseSpec("latent", "hot", section.hot_slabs, residency=Residency(section.residency))
     return GroupSpec(section.name, 1, section.page_rows, section.kv_format, (chain,), tuple(pools), sparse)
 

@@ -7,6 +7,9 @@
     host_floor = 0.25                      host_ceiling = 0.75
 
 are two models in one region of 64 GiB a rank; the one always keeps a quarter of it, the other never gets the rest.
+
+A decode rank has two pools there, one of latents and one of indexer pages, which share the group's floor and ceiling as
+their pages' bytes are: a span has as many of the one as of the other.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ _LEAST_PAGES: Final = 2
 
 @dataclass(frozen=True)
 class HostShare:
-    """What a `[[group]]` says of its host memory: see `kvmanager.config.GroupSection`. unit_bytes: of a page."""
+    """What a `[[group]]` says of its host memory: see `kvmanager.config.GroupSection`.
+
+    unit_bytes: of a page. pools: that the group has in it.
+    """
 
     name: str
     ranks: int
@@ -37,6 +43,7 @@ class HostShare:
     host_floor: float
     host_ceiling: float
     host_extent_bytes: int
+    pools: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,17 +71,32 @@ def shared_host_regions(sections: Sequence[HostShare]) -> dict[str, HostRegion]:
     return {name: _region(name, part) for name, part in parts.items()}
 
 
-def in_extents(group: GroupSpec, region: HostRegion, section: HostShare) -> GroupSpec:
-    """The group with its host pool in extents of the region."""
-    floor, ceiling = _limits(section, region.extents)
-    part = ExtentSpec(region.name, region.ranks, region.extents, region.extent_bytes, floor, ceiling)
+def in_extents(group: GroupSpec, region: HostRegion, floor: int, ceiling: int) -> GroupSpec:
+    """The group with its host pools in extents of the region, which together have that floor and ceiling."""
+    host = [pool for pool in group.pools if pool.tier == "host"]
+    limits = _split(floor, ceiling, region.extents, [pool.slab_bytes for pool in host])
+    parts = {
+        pool.name: ExtentSpec(region.name, region.ranks, region.extents, region.extent_bytes, *limit)
+        for pool, limit in zip(host, limits, strict=True)
+    }
     pools = tuple(
-        replace(p, slabs=region.size_bytes // p.slab_bytes * (region.ranks // p.ranks), extents=part)
-        if p.tier == "host"
+        replace(p, slabs=region.size_bytes // p.slab_bytes * (region.ranks // p.ranks), extents=parts[p.name])
+        if p.name in parts
         else p
         for p in group.pools
     )
     return replace(group, pools=pools)
+
+
+def _split(floor: int, ceiling: int, extents: int, page_bytes: Sequence[int]) -> list[tuple[int, int]]:
+    """(floor, ceiling) of each pool of a group, the one of large pages first, at least one extent for each.
+
+    Those of small pages get what as many pages as the first has may take, rounded up.
+    """
+    total = sum(page_bytes)
+    small = [(-(-floor * size // total) if floor > 1 else 0, -(-ceiling * size // total)) for size in page_bytes[1:]]
+    most = ceiling if ceiling == extents else max(1, ceiling - sum(most for _, most in small))
+    return [(floor - sum(least for least, _ in small), most), *small]
 
 
 def _check_alone(section: HostShare) -> None:
@@ -104,12 +126,13 @@ def _region(name: str, sections: Sequence[HostShare]) -> HostRegion:
             f"{largest} bytes"
         )
     region = HostRegion(name, first.ranks, total // extent_bytes, extent_bytes)
-    if region.extents < len(sections):
+    pools = sum(section.pools for section in sections)
+    if region.extents < pools:
         raise ConfigError(
             f"host_region {name!r}: host_bytes_per_rank of its groups, {total} bytes together, hold {region.extents} "
-            f"extents of {extent_bytes} bytes; that takes one for each of {len(sections)} groups"
+            f"extents of {extent_bytes} bytes; that takes one for each of their {pools} pools"
         )
-    floors = [_limits(section, region.extents)[0] for section in sections]
+    floors = [limits_in(section, region.extents)[0] for section in sections]
     if sum(floors) > region.extents:
         raise ConfigError(f"host_region {name!r}: floors of {floors} extents, it has {region.extents}")
     return region
@@ -121,6 +144,6 @@ def _extent_bytes(largest_page_bytes: int) -> int:
     return -(-least // largest_page_bytes) * largest_page_bytes
 
 
-def _limits(section: HostShare, extents: int) -> tuple[int, int]:
+def limits_in(section: HostShare, extents: int) -> tuple[int, int]:
     """Floor and ceiling in extents; a ceiling leaves room for one."""
     return int(section.host_floor * extents), max(int(section.host_ceiling * extents), 1)

@@ -46,14 +46,23 @@ def retract(state: State, entry: FenceEntry, request: Request) -> None:
         raise InvalidArgument(f"group {group.spec.name} has no host memory for all page classes; nothing is retracted")
     if request.donors or request.worker_plans:
         raise InvalidArgument(f"request {request.request_id} copies its first rows still; retract it when it committed")
-    for name, slabs in _host_need(request).items():
-        pool, had = group.pools[name], request.promised.get(name, 0)
-        room = spare_slabs(group, pool) + had
+    need = _host_need(request)
+    for name, slabs in need.items():
+        lacking = slabs - _host_room(group, request, name)
+        if lacking > 0 and name in state.lenders:
+            state.lenders[name].fetch(group.pools[name], lacking)
+    for name, slabs in need.items():  # what one got may have been another's
+        room = _host_room(group, request, name)
         if slabs > room:
-            raise exhausted(state, group, pool, slabs, max(room, 0))
+            raise exhausted(state, group, group.pools[name], slabs, max(room, 0))
     request.phase = Phase.RETRACTING
     entry.retracts.append(request.request_id)
     update_promise(state, request)
+
+
+def _host_room(group: Group, request: Request, pool: str) -> int:
+    """Slabs of a host pool that it can have: nobody's, and those that it was promised."""
+    return spare_slabs(group, group.pools[pool]) + request.promised.get(pool, 0)
 
 
 def _host_need(request: Request) -> dict[str, int]:

@@ -231,11 +231,12 @@ def _take_together(state: State, group: Group, chain: Chain, rows: list[int]) ->
     table = chain.table
     index = np.asarray(rows, np.int64)
     lacks = [lack(chain, c, index) for c in range(table.classes)]
-    _borrow(state, group, chain, index)
     idle_rows = bool(((table.pins[index] == 0) & (table.busy[index] == 0)).any())
-    # In flight from here on: what is chosen must not rely on anything that this keeps in place.
+    # In flight from here on: what is chosen must not rely on anything that this keeps in place, and an extent that
+    # comes from another pool of the group takes none of these spans with it.
     for lacking in lacks:
         table.busy[index[lacking]] += 1
+    _borrow(state, group, chain, index)
     choice = _choose(state, group, chain, rows)
     if choice is None or ((idle_rows or group.spec.swaps) and not promises_hold(group, choice.wants)):
         for lacking in lacks:

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from kvmanager.transport.pinned import PinnedMemory, chunk_bounds
 from kvmanager.units import GIB
 from tests.bench.figure import Figure
 from tests.bench.gpu_clock import GpuClock
+from tests.bench.hit_rates import hit_rate_figures, sparse_shape_of, tables_on_host
 from tests.bench.topk_stream import ExactHits, StreamModel, TopkStream
 
 PAGE_ROWS = 64
@@ -106,7 +107,7 @@ def figures() -> Iterator[Figure]:
         for part in (swap_in_figures, resolve_figures, step_figures):
             yield from part(pool, copy_rate)
             print(f"  {part.__name__} done at {time.perf_counter() - began:.0f} s", flush=True)
-        yield from hit_rate_figures()
+        yield from hit_rate_figures(model_hit_rates)
         yield from bulk_figures(pool)  # last: an error in it ends this process's use of the GPU
     finally:
         pool.close()
@@ -341,30 +342,11 @@ def step_figures(pool: HostPool, copy_rate: float) -> Iterator[Figure]:
     torch.cuda.empty_cache()
 
 
-def hit_rate_figures() -> Iterator[Figure]:
-    """What the hot buffer at its configured size catches of drifting lists. Nothing is copied.
-
-    The counts depend on the model and the seed alone, not on the machine.
-    """
-    for rows, name in ((4, "three drafts, 10,240 hot rows"), (1, "no drafts, 4,096 hot rows")):
-        for returns in (0.2, 0.8):
-            drifts = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
-            model = StreamModel(0.0, returns, rows=rows, accepted=3 if rows == 4 else 1)
-            rates = model_hit_rates([replace(model, drift=drift) for drift in drifts], steps=120)
-            for drift, rate in zip(drifts, rates, strict=True):
-                what = f"gpu: hot hit rate, {name}, drift {drift}, returns {returns}"
-                yield Figure(what, rate, "", "itself", 1.0)
-
-
 def model_hit_rates(models: Sequence[StreamModel], steps: int) -> list[float]:
     """Of each model, over the second half of its steps; the models differ in drift and returns only."""
-    rows = models[0].rows
-    pages, hot = CONTEXT_PAGES + 64, (rows + 1) * TOPK
-    shape = SparseShape(len(models), rows, TOPK, PAGE_ROWS, hot, pages, 1 << 20, HOST_PAGES)
+    shape = sparse_shape_of(len(models), models[0].rows)
     resolver = GpuResolver(shape, [PLACES[5]])
-    tables = RankTables.empty(shape)
-    tables.spans["first"], tables.spans["segments"], tables.spans["interleave"] = np.arange(pages), 1, 1
-    tables.pages["uid"] = tables.pages["host"] = np.arange(pages)
+    tables = tables_on_host(shape)
     streams = [TopkStream(model, CONTEXT_TOKENS, seed) for seed, model in enumerate(models)]
     for request in range(len(models)):
         resolver.tables.write_request(request, tables.spans[request], tables.pages[request])

@@ -47,8 +47,8 @@ TILINGS: tuple[Tiling | None, ...] = (
     None, Tiling(64, 8, 2), Tiling(64, 8, 3), Tiling(32, 8, 2, Scores.COLUMNS), Tiling(32, 8, 3, Scores.COLUMNS),
 )  # fmt: skip
 INDEX_TILINGS = (
-    IndexTiling(stages=3), IndexTiling(blocks=4, registers=128), IndexTiling(stages=3, blocks=4, registers=128),
-    IndexTiling(stages=3, blocks=5, registers=96), IndexTiling(stages=2, blocks=6, registers=80),
+    IndexTiling(stages=4, blocks=3, registers=None), IndexTiling(stages=3, blocks=3, registers=None),
+    IndexTiling(stages=4), IndexTiling(stages=2),
 )  # fmt: skip
 SHARDS = 8
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from kvmanager.core.spec import (
     ChainSpec,
-    ExtentSpec,
     GroupSpec,
     Limits,
     PageClass,
@@ -20,6 +19,7 @@ from kvmanager.core.spec import (
     TenantSpec,
 )
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
+from kvmanager.hostregions import HostRegion, in_extents
 from kvmanager.layout import KVFormat, indexer_layout, latent_layout, native_layout, plain_format, plain_layout
 from tests.sim.content import PAGE_ROWS
 
@@ -127,7 +127,7 @@ def hisparse(
     """A decode rank: latent, indexer and hot pages share slabs, and so do latents and indexers on the host.
 
     `offload`: slabs for indexers alone, beside `host_pages` for latents alone (a strict split); 0: one region; None:
-    indexers never leave.
+    two pools of whole pages, as in a region that others share.
     """
     latents, indexers = latent_layout(FORMAT, PAGE_ROWS), indexer_layout(FORMAT, PAGE_ROWS)
     slab = FORMAT.slab_bytes(PAGE_ROWS)
@@ -136,15 +136,16 @@ def hisparse(
     latent, indexer = ("latent", 1), ("indexer", slab // indexers.page_bytes)
     pools = [PoolSpec(hbm, "device", 1, slabs, slab, (latent, indexer, ("hot", 1)))]
     second, where = ram, host
-    if offload:
-        second, where = f"{name}/offload", regions.add(1, offload * slab)
-        pools.append(PoolSpec(ram, "host", 1, host_pages, slab, (latent,)))
-        pools.append(PoolSpec(second, "host", 1, offload, slab, (indexer,)))
+    if offload == 0:
+        pools.append(PoolSpec(ram, "host", 1, host_pages, slab, (latent, indexer)))
     else:
-        shared = (latent,) if offload is None else (latent, indexer)
-        pools.append(PoolSpec(ram, "host", 1, host_pages, slab, shared))
+        second = f"{name}/offload"
+        pools.append(PoolSpec(ram, "host", 1, host_pages, slab, (latent,)))
     if offload is None:
-        second, where = "", ()
+        pools.append(PoolSpec(second, "host", 1, host_pages, indexers.page_bytes, (("indexer", 1),)))
+    elif offload:
+        where = regions.add(1, offload * slab)
+        pools.append(PoolSpec(second, "host", 1, offload, slab, (indexer,)))
     classes = (
         PageClass("latent", latents, hbm, device, ram, host),
         PageClass("indexer", indexers, hbm, device, second, where),
@@ -163,15 +164,9 @@ def sharing(
     made = []
     for group, (floor, ceiling) in zip(groups, limits, strict=True):
         (chain,) = group.chains
-        part = ExtentSpec("ram", ranks, extents, extent_bytes, floor, ceiling)
-        classes = tuple(replace(c, host_regions=shared) if c.host_pool else c for c in chain.classes)
-        pools = tuple(
-            replace(p, slabs=extents * extent_bytes // p.slab_bytes * (ranks // p.ranks), extents=part)
-            if p.tier == "host"
-            else p
-            for p in group.pools
-        )
-        made.append(replace(group, chains=(replace(chain, classes=classes),), pools=pools))
+        classes = tuple(replace(c, host_regions=shared) for c in chain.classes)
+        cut = in_extents(group, HostRegion("ram", ranks, extents, extent_bytes), floor, ceiling)
+        made.append(replace(cut, chains=(replace(chain, classes=classes),)))
     return made
 
 
@@ -246,7 +241,7 @@ def _shared(regions: Regions, draw: random.Random) -> Nodes:
 
 
 def _shared_decode(regions: Regions, draw: random.Random) -> Nodes:
-    """Two decode ranks whose latents are promised places in one host region."""
+    """Two decode ranks whose latents and indexers are promised places in one host region."""
     groups = [hisparse(regions, name, draw.randint(30, 60), 1, SEQUENTIAL, offload=None) for name in ("left", "right")]
     extents = draw.randint(8, 14)
     limits = [(draw.randint(0, 2), draw.randint(extents - 2, extents)) for _ in range(2)]

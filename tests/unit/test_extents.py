@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvmanager.core.events import CopyOutcome, MoverGone, Tick
+from kvmanager.core.events import Closing, CopyOutcome, MoverGone, Tick, Trim
 from kvmanager.core.extents import NOBODY, PoolExtents, SharedRegion
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.spans import HOST
@@ -229,6 +229,30 @@ def test_a_promise_brings_the_extents_that_stand_behind_it() -> None:
     never = left.open(2, 33 * 4, "d")
     assert isinstance(never.error, PoolExhausted)
     assert never.error.retry_after_ns == 0, "it would not fit if all were its own"
+    driver.leave(left, right)
+
+
+def test_a_decode_rank_in_a_shared_region_is_retracted_and_goes_on() -> None:
+    """Its indexer pages have a host pool of their own there: all of it leaves the device, and comes back."""
+    driver = decode_pair(6)
+    left, right = Client(driver, "left", "l"), Client(driver, "right", "r")
+    opened = left.open(1, 40, "a", growth=8)
+    assert (opened.state, opened.whole_lacks_slabs) == ("runnable", 0)
+    left.commit(1, 40)
+    left.run()
+    assert not left.close(1, Closing.RETRACTED).errors
+    left.run()
+    driver.end_all()
+    driver.apply(Trim("left", "left/hbm", 60))
+    assert driver.pool("left/hbm").free_slabs == 60
+    assert [driver.pages(f"left/{kind}", PageState.READY) for kind in ("host", "offload")] == [10, 10]
+    region = driver.node.state.regions["ram"]
+    assert [len(region.owned(pool)) for pool in ("left/host", "left/offload")] == [2, 1]
+    assert left.open(1, 40, "a").state == "waiting"
+    driver.end_all()
+    ready = driver.notices[-1].ready
+    assert ready is not None
+    assert ready.cached_tokens == 40
     driver.leave(left, right)
 
 

@@ -75,6 +75,27 @@ def test_floors_and_ceilings_are_shares_of_the_region() -> None:
     assert {fit.refusal for fit in size_of(config, 512).fits} == {None}
 
 
+def test_a_decode_rank_has_two_pools_there_within_its_floor_and_ceiling() -> None:
+    sparse = 'token_order = "sequential"\nsource_ranks = 2\nsource_interleave = 1\nhot_rows = 10240\n'
+    sparse += 'host_region = "ram"\n'
+    text = HEAD + group("d", GLM53.name, 64, "48 GiB", sparse + "host_floor = 0.5\nhost_ceiling = 0.75", "hisparse")
+    text += group("e", GLM53.name, 64, "16 GiB", sparse, "hisparse")
+    text = text.replace("ranks = 8", "ranks = 1").replace('"64 MiB"', '"15 GiB"')
+    left, right = plan_memory(NodeConfig.from_text(text)).groups
+    shares = {}
+    for pool in (*left.pools[1:], *right.pools[1:]):
+        assert pool.extents is not None
+        shares[pool.name] = (pool.extents.floor, pool.extents.ceiling, pool.extents.extents)
+    extents = shares["d/host"][2]
+    assert shares["d/host"][0] + shares["d/offload"][0] == extents // 2
+    assert shares["d/host"][1] + shares["d/offload"][1] == int(0.75 * extents)
+    assert shares["d/offload"][1] == -(-int(0.75 * extents) * 185_856 // (3_345_408 + 185_856))
+    assert shares["e/host"][:2] == (0, extents), "alone it may have all"
+    assert [pool.slab_bytes for pool in left.pools] == [3_345_408, 3_345_408, 185_856]
+    latent, indexer = left.chains[0].classes
+    assert latent.host_regions == indexer.host_regions
+
+
 SHARES = 'host_region = "ram"'
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from kvmanager.clients.glm.resolver_reference import HOT, MISS, ReferenceResolver
 from kvmanager.clients.glm.sparse_tables import GroupPlace, SparseShape
+from tests.bench.hit_rates import DRIFTS, PUBLISHED, overlap_of, published_beside, reference_hit_rates
 from tests.bench.topk_stream import ExactHits, StreamModel, TopkStream
 
 TOKENS = 20_000
@@ -53,3 +54,17 @@ def test_faster_drift_means_fewer_hits_and_a_larger_buffer_more() -> None:
 
 def _model(drift: float) -> StreamModel:
     return StreamModel(drift, memory=2_048, topk=256)
+
+
+def test_overlaps_reach_over_what_is_published() -> None:
+    """The sweep of the benchmark has a drift beside each published value, and more drift means less in common."""
+    overlaps = [overlap_of(StreamModel(drift, returns=0.2), steps=2) for drift in DRIFTS]
+    assert overlaps == sorted(overlaps, reverse=True)
+    assert {p.of for p in PUBLISHED} <= {published_beside(overlap) for overlap in overlaps}
+    assert published_beside(0.7) == "none published"
+
+
+def test_the_buffer_catches_more_than_the_last_list() -> None:
+    model = StreamModel(0.3, returns=0.8)
+    (hits,) = reference_hit_rates([model], steps=10)
+    assert hits > overlap_of(model, steps=2)

@@ -27,11 +27,11 @@ class IndexTiling:
     """
 
     queries: int = 4
-    stages: int = 4
+    stages: int = 3
     warps: int = 4
     tiles: int | None = None
-    blocks: int = 3
-    registers: int | None = None
+    blocks: int = 4
+    registers: int | None = 128
 
 
 DEFAULT_INDEX_TILING: Final = IndexTiling()
