@@ -20,7 +20,7 @@ from kvmanager.clients.vllm.blocks import EngineBlocks
 from kvmanager.clients.vllm.orders import Ended, LoadOrder, Orders, Report, SaveOrder
 from kvmanager.clients.worker import WorkerRank
 from kvmanager.errors import KVError, NotReady, StaleBoot
-from kvmanager.transport.checksums import section_sum
+from kvmanager.transport.checksums import page_sums
 
 LOOK_S: Final = 0.1
 SUM_BYTES: Final = 16
@@ -73,7 +73,7 @@ class Copying:
         if rows is not None and epoch == self._epoch:
             try:
                 self._blocks.save(rows, order.pages, order.block_ids)
-                sums = {page: section_sum(rows[page]).tobytes() for page in order.summed}
+                sums = _sums(rows, order.summed)
                 ok = True
             except Exception:
                 _log.exception("a save failed")
@@ -163,7 +163,8 @@ class Copying:
     def _differing(self, rows: Memory, sums: Mapping[int, bytes]) -> list[int]:
         """Pages whose bytes are not those that were written."""
         mine = slice(self._rank * SUM_BYTES, (self._rank + 1) * SUM_BYTES)
-        return [page for page, all_ranks in sums.items() if section_sum(rows[page]).tobytes() != all_ranks[mine]]
+        found = _sums(rows, list(sums))
+        return [page for page, all_ranks in sums.items() if found[page] != all_ranks[mine]]
 
     # -------------------------------------------------------------------------------- attach
 
@@ -194,3 +195,8 @@ class Copying:
             with contextlib.suppress(KVError):
                 attached.detach()
             attached.close()
+
+
+def _sums(rows: Memory, pages: list[int]) -> dict[int, bytes]:
+    """Page -> its checksum on this rank."""
+    return {page: words.tobytes() for page, words in zip(pages, page_sums(rows, pages), strict=True)}

@@ -17,6 +17,7 @@ from kvmanager.clients.worker import connect_worker
 from kvmanager.demo.nodes import NodeProcess
 from kvmanager.layout import plain_format, plain_layout
 from kvmanager.protos import kvmanager_pb2 as pb
+from tests.bench import vllm_engine_figures
 from tests.bench.figure import Figure, median_s
 from tests.sim.driver import chain_keys
 
@@ -50,6 +51,7 @@ def figures() -> Iterator[Figure]:
                 yield from _measure(link, runtime_dir)
             finally:
                 link.close()
+    yield from vllm_engine_figures.figures()
 
 
 class _Timed:

@@ -7,7 +7,7 @@ import pytest
 
 from kvmanager.core.checksums import SUM_WORDS, PageSections, sections_of
 from kvmanager.layout import GLM53, indexer_layout, latent_layout, native_layout
-from kvmanager.transport.checksums import LINE_WORDS, section_sum, sum_pages
+from kvmanager.transport.checksums import LINE_WORDS, page_sums, section_sum, sum_pages
 from kvmanager.transport.executor import RegionMap
 
 LINE_BYTES = 8 * LINE_WORDS
@@ -132,3 +132,12 @@ def test_each_section_of_each_page_has_its_own_sum() -> None:
     assert not differs.any()
     memory[9][702] ^= 1
     assert not (sum_pages(regions, pages) != before)[[0, 2]].any(), "bytes of no section have no sum"
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 8191, 8192, 8193, 3 * 8192, 40_000, 300_000])
+def test_sums_of_many_pages_are_those_of_each(size: int) -> None:
+    rows = np.random.default_rng(size).integers(0, 256, (9, size), dtype=np.uint8)
+    pages = [3, 0, 8, 3, 5]
+    expected = [section_sum(rows[page]).tolist() for page in pages]
+    assert page_sums(rows, pages).tolist() == expected
+    assert page_sums(rows, []).shape == (0, 2)
