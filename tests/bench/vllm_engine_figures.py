@@ -26,7 +26,7 @@ SCHEDULER = ("on_new_request", "get_num_new_matched_tokens", "update_state_after
 
 
 def figures() -> Iterator[Figure]:
-    """Those of `measure`, as ratios within the run; nothing where vLLM's environment was not made (`make test-vllm`)."""
+    """Those of `measure`, as ratios within the run; nothing where vLLM's environment was not made."""
     if not MADE.exists():
         print("no figures of a real vLLM engine: its environment is not there (make test-vllm makes it)")
         return

@@ -1,4 +1,4 @@
-"""Figures of the connector in a real engine, in one run: printed and kept in build/vllm.json. Nothing asserts a time."""
+"""Figures of the connector in a real engine, in one run: printed and kept in build/vllm.json; no time is asserted."""
 
 from __future__ import annotations
 
