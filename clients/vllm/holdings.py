@@ -75,7 +75,9 @@ class Store:
 
     def to_be_summed(self, pages: Sequence[int], one_in: int) -> list[int]:
         """Those of the pages that are to have checksums."""
-        return [page for page in pages if one_in and page in self.uids and self.uids[page] % one_in == 0]
+        if one_in == 0 or not self.uids:
+            return []
+        return list(pages) if one_in == 1 else [page for page in pages if self.uids[page] % one_in == 0]
 
     def complete(self, held: Held) -> int:
         """Leading pages whose blocks are complete."""

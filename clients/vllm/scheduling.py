@@ -51,6 +51,7 @@ class Scheduling:
         self._reports: dict[int, dict[int, Ended]] = {}  # lease id -> rank -> what it said
         self._attached: dict[int, int] = {}  # rank -> attach id under the line's epoch
         self._values: dict[int, int] = {}  # rank -> timeline value that it reported last
+        self._fenced: pb.Fence | None = None  # what `_fence` gives, until something is reported
         self._epoch = 0
         self._next_lease = 0
 
@@ -146,7 +147,9 @@ class Scheduling:
 
     def _begin_handover(self, request_id: str, held: Held) -> None:
         """Opens what an export or a pull needs, once it can be."""
-        if not self.ready or held.finished_s:
+        if held.finished_s or not (held.export_tokens or (held.pull is not None and held.pull.asked is None)):
+            return
+        if not self.ready:
             return
         fence, about = self._fence(), held.about
         if held.export_tokens:
@@ -154,8 +157,9 @@ class Scheduling:
             wanted = about.first(tokens // self._tokens, self._tokens)
             asked = self._line.ask(lambda calls: calls.export(lease_id, wanted, tokens, fence))
             held.export = Export(lease_id, asked, self._line.epoch, tokens=tokens)
-        elif held.pull is not None and held.pull.asked is None:
+        else:
             pull = held.pull
+            assert pull is not None
             pull.request_id = self._new_lease("pull", request_id)
             wanted = about.first(pull.tokens // self._tokens, self._tokens)
             pull.asked = self._line.ask(
@@ -267,7 +271,7 @@ class Scheduling:
         """A daemon that started anew knows none of our leases, and has none of our ranks."""
         if self._epoch == self._line.epoch:
             return
-        self._epoch = self._line.epoch
+        self._epoch, self._fenced = self._line.epoch, None
         self._attached.clear()
         self._values.clear()
         for held in self._held.values():
@@ -348,6 +352,7 @@ class Scheduling:
         for report in reports:
             if report.epoch != self._epoch:
                 continue
+            self._fenced = None
             if report.attach_id:
                 self._attached[report.rank] = report.attach_id
             for ended in report.ended:
@@ -386,10 +391,12 @@ class Scheduling:
 
     def _fence(self) -> pb.Fence:
         """Covers all that was reported; of all ranks, since a fence names each, and never goes back."""
-        return pb.Fence(
-            attach_ids=pack_u64(list(self._attached.values())),
-            values=pack_u64([self._values.get(rank, 0) for rank in self._attached]),
-        )
+        if self._fenced is None:
+            self._fenced = pb.Fence(
+                attach_ids=pack_u64(list(self._attached.values())),
+                values=pack_u64([self._values.get(rank, 0) for rank in self._attached]),
+            )
+        return self._fenced
 
     def _end_load(self, lease_id: int, said: dict[int, Ended] | None) -> None:
         kind, _ = self._leases.pop(lease_id, ("load", ""))
