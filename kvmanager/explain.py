@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def request_name(text: str) -> str:
 def records_of(directory: Path, text: str) -> list[Record]:
     """What the history has of a request: ENGINE/REQUEST, or the name that its engine has for it.
 
-    Raises InvalidArgument for no text at all.
+    vLLM adds eight random digits to the id that its user knows, and in front the number of one of several samples:
+    where nobody has just that name, those that are made of it are meant. Raises InvalidArgument for no text at all.
     """
     if not text:
         raise InvalidArgument("no request is named; write ENGINE/REQUEST, or the engine's own name of it")
@@ -67,8 +69,10 @@ def records_of(directory: Path, text: str) -> list[Record]:
         found = [record for record in lines(directory, f'"request":"{name}"') if record.get("request") == name]
     if not found:
         named = text[:TEXT_CHARS]
-        word = f'"name":{json.dumps(named)}'
-        found = [record for record in lines(directory, word) if record.get("name") == named]
+        alike = [record for record in lines(directory, json.dumps(named)[1:-1]) if record.get("name")]
+        found = [record for record in alike if record["name"] == named]
+        made_of_it = re.compile(rf"(\d+_)?{re.escape(named)}-[0-9a-f]{{8}}")
+        found = found or [record for record in alike if made_of_it.fullmatch(record["name"])]
     return found
 
 

@@ -11,8 +11,15 @@ from kv_router import Router
 from nodes_support import Node, node, wait_for
 from test_node_cache_handoff import FORMAT, HEADS, LAYERS, ROW, ROWS, namespace, toml
 
+from kvmanager import __version__
+from kvmanager.clients import engine as client_module
 from kvmanager.clients.leases import CacheEngine
+from kvmanager.clients.vllm import link as link_module
+from kvmanager.clients.vllm.link import Link
+from kvmanager.clients.vllm.scheduling import Scheduling
+from kvmanager.clients.vllm.settings import Settings
 from kvmanager.layout import plain_layout
+from kvmanager.wire import WIRE_VERSION
 
 SIDE = "source"
 PROMPT = [(place * 31) % 997 for place in range(16 * 6 + 3)]
@@ -104,3 +111,24 @@ def test_one_block_in_so_many_is_summed(tmp_path: Path, cover: str, expected: in
         wait_for(lambda: served.counters()["stored_tokens"] == 96)
         assert served.counters()["summed_page"] == expected
         held.close()
+
+
+def test_an_engine_of_an_older_program_runs_without_the_cache_until_it_is_the_same(
+    served: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(link_module, "REFUSED_RETRY_S", 0.05)
+    monkeypatch.setattr(client_module, "WIRE_VERSION", 0)
+    fingerprint = plain_layout(FORMAT, ROWS[SIDE]).fingerprint
+    link = Link(Settings(served.runtime_dir, "kv", "old"), namespace(ROWS[SIDE]), fingerprint, 1)
+    try:
+        wait_for(lambda: "refused" in caplog.text)
+        assert f"older than this daemon, {__version__}" in caplog.text
+        scheduling = Scheduling(link, ROWS[SIDE], 1, hold_s=1.0)
+        scheduling.arrived("r", [bytes(32)] * 4)
+        assert scheduling.matched("r", 70, 0) == 0, "a miss at once"
+        assert scheduling.build({"r": (70, [1, 2, 3, 4, 5])}).saves == []
+        assert not scheduling.finished("r", "stop"), "no block is kept for a save"
+        monkeypatch.setattr(client_module, "WIRE_VERSION", WIRE_VERSION)
+        wait_for(lambda: link.up)
+    finally:
+        link.close()

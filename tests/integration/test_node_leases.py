@@ -278,6 +278,12 @@ def test_the_story_of_a_request_by_the_name_that_its_engine_has_for_it(served: N
     assert "a copy failed: broken on purpose; pages that could not be read" in story[3]
     missed = [line.text for line in served.admin.explain("miss", "other").lines]
     assert any("its copy could not be loaded" in text for text in missed), missed
+    # As vLLM names them: the user knows the id without what vLLM puts around it.
+    for name in ("0_cmpl-9-0a1b2c3d", "1_cmpl-9-deadbeef", "cmpl-91-0a1b2c3d", "cmpl-9-not8"):
+        assert other.acquire(2, keys(7, 1), name=name).tokens == ROWS
+        other.done(2)
+    assert len(served.admin.explain("request", "cmpl-9").lines) == 4
+    assert len(served.admin.explain("request", "cmpl-9-not8").lines) == 2
     with pytest.raises(UnknownRequest):
         served.admin.explain("request", "never heard of")
     with pytest.raises(InvalidArgument, match="256"):

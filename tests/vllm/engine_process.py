@@ -52,6 +52,7 @@ def generate(llm: LLM, order: dict[str, Any]) -> dict[str, Any]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "ids": [output.request_id for output in outputs],
         "cached": [output.num_cached_tokens for output in outputs],
         "reasons": [output.outputs[0].finish_reason for output in outputs],
         "transfer": [output.kv_transfer_params for output in outputs],
