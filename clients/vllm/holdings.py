@@ -83,7 +83,7 @@ class Store:
         """Leading pages whose blocks are complete."""
         return min(held.final - self.first, len(self.pages))
 
-    def written(self, line: Line, block_tokens: int, fence: pb.Fence) -> None:
+    def written(self, line: Line, block_tokens: int, fence: Callable[[], pb.Fence]) -> None:
         """Some more pages are filled; a reservation tells of all at its end."""
 
     def end(self, line: Line, block_tokens: int, fence: pb.Fence) -> None:
@@ -116,13 +116,14 @@ class Export(Store):
         """Whether all of it is filled."""
         return self.granted and not self.failed and self.copied == len(self.pages)
 
-    def written(self, line: Line, block_tokens: int, fence: pb.Fence) -> None:
+    def written(self, line: Line, block_tokens: int, fence: Callable[[], pb.Fence]) -> None:
         """Some more pages are filled: who pulls goes on."""
         if self.failed:
             return
         request_id, capacity = self.lease_id, self.tokens
         tokens = min((self.first + self.copied) * block_tokens, self.tokens)
-        line.tell(lambda calls: calls.write(request_id, tokens, capacity, fence))
+        covering = fence()
+        line.tell(lambda calls: calls.write(request_id, tokens, capacity, covering))
 
     def end(self, line: Line, block_tokens: int, fence: pb.Fence) -> None:
         """No more pages come; where some are missing, who pulls is told."""

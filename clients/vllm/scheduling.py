@@ -357,6 +357,7 @@ class Scheduling:
                 self._attached[report.rank] = report.attach_id
             for ended in report.ended:
                 self._values[report.rank] = max(self._values.get(report.rank, 0), ended.value)
+                self._fenced = None
                 said = self._reports.setdefault(ended.lease_id, {})
                 said[report.rank] = ended
                 if len(said) == self._ranks:
@@ -376,7 +377,7 @@ class Scheduling:
             store.failed |= not all(ended.ok for ended in said.values())
             for page in said[0].sums if 0 in said else ():
                 store.sums[page] = b"".join(said[rank].sums[page] for rank in sorted(said))
-            store.written(self._line, self._tokens, self._fence())
+            store.written(self._line, self._tokens, self._fence)
             if store.copied == store.ordered and (store.failed or store.copied == len(store.pages)):
                 self._finish_store(held, store)
 

@@ -315,3 +315,19 @@ def test_pages_that_the_daemon_wants_summed_are_committed_with_their_sums(side: 
     line.answer("acquire", Lease(64, [6, 7, 8, 9], sums=sums))
     (load,) = side.build({}).loads
     assert (load.pages, load.sums) == ([7, 8, 9], {8: b"t" * 16})
+
+
+def test_a_fence_covers_each_of_several_copies_that_one_report_tells_of(side: Scheduling, line: FakeLine) -> None:
+    leases = {}
+    for name, blocks in (("r", [1, 2, 3, 4, 5]), ("s", [6, 7, 8, 9, 10])):
+        side.arrived(name, KEYS[:4])
+        line.answer("lookup", 64)
+        side.matched(name, 70, 0)
+        side.allocated(name, blocks, 64)
+        leases[name], *_ = line.answer("acquire", Lease(64, [0, 1, 2, 3]))
+    side.build({})
+    both = [Ended(int(str(lease)), value, 4, True) for value, lease in zip((5, 6), leases.values(), strict=True)]
+    side.reported([Report(0, 1, 71, both)])
+    told = {entry[1]: unpack_u64(entry[2].values, "").tolist()[0] for entry in line.told if entry[0] == "done"}
+    assert told[leases["r"]] >= 5
+    assert told[leases["s"]] >= 6
