@@ -18,7 +18,7 @@ from kvmanager.clients.rankmemory import Memory, RankMemory, map_rank
 from kvmanager.errors import KVError, TransferFailed
 from kvmanager.killpoints import reach
 from kvmanager.layout import KVLayout
-from kvmanager.planwire import plan_from_proto
+from kvmanager.planwire import plan_from_proto, plan_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.transport.cpu import CpuExecutor
@@ -154,6 +154,13 @@ class WorkerGroup:
             for completion in executor.poll():
                 if completion.outcome is not Outcome.DONE:
                     raise completion.error or TransferFailed(f"plan {completion.plan_id}: {completion.outcome}")
+
+    def run_own_part(self, plans: Iterable[pb.Plan]) -> None:
+        """As `run_plans` where other ranks of the engine are other processes: each copies what lies in its regions.
+
+        Raises what `run_plans` does, InvalidArgument for a copy from one rank's regions to another's too.
+        """
+        self.run_plans(plan_to_proto(self.regions.own_part(plan_from_proto(plan))) for plan in plans)
 
     def fence(self) -> pb.Fence:
         """Raises every rank's word past the work done so far and names the values.

@@ -9,7 +9,7 @@ process that executes is gone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -144,6 +144,16 @@ class RegionMap:
     def size(self, region_id: int) -> int:
         """Bytes of the region. Raises InvalidArgument for an unknown id."""
         return self.find(region_id).size_bytes
+
+    def own_part(self, plan: CopyPlan) -> CopyPlan:
+        """The copies of a plan that lie in these regions. Raises InvalidArgument for one with only one end in them."""
+        for copies in plan.copies:
+            if (copies.source_region in self) != (copies.target_region in self):
+                raise InvalidArgument(
+                    f"plan {plan.plan_id} copies from region {copies.source_region} to {copies.target_region}; "
+                    "only one of them is mapped here"
+                )
+        return replace(plan, copies=tuple(copies for copies in plan.copies if copies.source_region in self))
 
     def check(self, plan: CopyPlan, source_sizes: Mapping[int, int] | None = None) -> None:
         """Raises InvalidArgument when any byte of the plan lies outside its region.

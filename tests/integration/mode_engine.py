@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from kvmanager.clients.engine import RequestStep
 from kvmanager.clients.glm.attention import ShortPrompts
 from kvmanager.clients.glm.codec import Fp8Codec
 from kvmanager.clients.glm.config import TINY
-from kvmanager.clients.glm.decode import verify_step
+from kvmanager.clients.glm.decode import VerifiedStep, verify_step
 from kvmanager.clients.glm.model import Glm
 from kvmanager.clients.glm.pcp_rank import prefill_on_rank, prefill_over_shards
 from kvmanager.clients.glm.rank_models import ContextParallelGlm, TensorParallelGlm
@@ -183,12 +183,12 @@ class ModeEngine:
         request = Request(
             self._requests, list(prompt), len(prompt), opened.cached_tokens, keys, device_pages(opened)
         )
-        self.engine.workers.run_plans(opened.worker_plans)
-        self._set_pages(request)
+        self.run_plans(opened.worker_plans)
+        self.set_pages(request.pages)
         ends = [end for end in (*CUTS, len(prompt)) if end > request.cached]
         for start, end in itertools.pairwise((request.cached, *ends)):
             chunk = (request.tokens[start:end], start, request.tokens[start + 1 : end + 1])
-            hidden = self._on_ranks(partial(self._prefill_chunk, chunk))
+            hidden = self.prefill_on_ranks(chunk)
             request.rows = end
             if end < len(prompt):
                 self._tell(request, len(prompt))
@@ -200,9 +200,7 @@ class ModeEngine:
     def decode(self, request: Request) -> None:
         """One step with drafts, on all ranks; they agree on every token."""
         fed = [request.tokens[request.rows], *request.waiting]
-        steps = self._on_ranks(
-            lambda ranks, store: verify_step(self.mode.decoder(ranks, self.short), store, fed, request.rows, DRAFTS)
-        )
+        steps = self.decode_on_ranks(fed, request.rows)
         assert len({(tuple(step.accepted), tuple(step.drafts)) for step in steps}) == 1
         accepted = steps[0].accepted
         request.tokens += accepted
@@ -227,10 +225,20 @@ class ModeEngine:
     def close(self) -> None:
         self.engine.close()
 
-    def _prefill_chunk(
-        self, chunk: tuple[list[int], int, list[int]], ranks: RankGroup, store: ShardStore
-    ) -> torch.Tensor:
-        return self.mode.prefill(ranks, store, *chunk, self.short)
+    def prefill_on_ranks(self, chunk: tuple[list[int], int, list[int]]) -> list[torch.Tensor]:
+        return self._on_ranks(lambda ranks, store: self.mode.prefill(ranks, store, *chunk, self.short))
+
+    def decode_on_ranks(self, fed: list[int], rows: int) -> list[VerifiedStep]:
+        return self._on_ranks(
+            lambda ranks, store: verify_step(self.mode.decoder(ranks, self.short), store, fed, rows, DRAFTS)
+        )
+
+    def run_plans(self, plans: Iterable[pb.Plan]) -> None:
+        self.engine.workers.run_plans(plans)
+
+    def set_pages(self, pages: np.ndarray) -> None:
+        for store in self._stores:
+            store.set_span_pages(pages)
 
     def _on_ranks(self, work):
         torch.set_num_threads(1)
@@ -247,8 +255,4 @@ class ModeEngine:
         kept = growth.spans[0].first_span if growth.spans else growth.spans_kept
         more = device_pages(pb.OpenReply(spans=growth.spans))
         request.pages = np.concatenate((request.pages[:kept], more))
-        self._set_pages(request)
-
-    def _set_pages(self, request: Request) -> None:
-        for store in self._stores:
-            store.set_span_pages(request.pages)
+        self.set_pages(request.pages)

@@ -1,0 +1,88 @@
+"""One rank of an engine as a process of its own: `python rank_process.py RUNTIME_DIR ENGINE EPOCH RANK SIZE MEETING`.
+
+Attached to the node as a worker, in a torch.distributed group (gloo) with the other ranks. Obeys lines of JSON on stdin
+and answers each with one; an error that it can't mend is an answer too, and its end.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mode_engine import LAYOUT, MODES
+
+from kvmanager.clients.glm.attention import ShortPrompts
+from kvmanager.clients.glm.decode import verify_step
+from kvmanager.clients.glm.ranks import RankGroup
+from kvmanager.clients.glm.shard_store import ShardStore
+from kvmanager.clients.glm.torch_ranks import join_ranks
+from kvmanager.clients.worker import WorkerGroup, connect_worker
+from kvmanager.errors import KVError
+from kvmanager.protos import kvmanager_pb2 as pb
+from tests.glm_ranks import DRAFTS
+
+MODE = MODES["PCPxDCP"]
+
+
+class Rank:
+    """What it does when it is told to."""
+
+    def __init__(self, workers: WorkerGroup, ranks: RankGroup) -> None:
+        self._workers, self._ranks = workers, ranks
+        (self._worker,) = workers.ranks
+        self._store = ShardStore(self._worker.classes["kv"].device, LAYOUT, MODE.geometry, self._worker.rank)
+
+    def pages(self, pages: list[int]) -> dict[str, Any]:
+        self._store.set_span_pages(np.array(pages, np.int64))
+        return {}
+
+    def plans(self, plans: list[str]) -> dict[str, Any]:
+        self._workers.run_own_part(pb.Plan.FromString(base64.b64decode(plan)) for plan in plans)
+        return {}
+
+    def prefill(self, tokens: list[int], start: int, following: list[int]) -> dict[str, Any]:
+        hidden = MODE.prefill(self._ranks, self._store, tokens, start, following, ShortPrompts.MQA)
+        return {"hidden": hidden.tolist()}
+
+    def decode(self, fed: list[int], rows: int) -> dict[str, Any]:
+        model = MODE.decoder(self._ranks, ShortPrompts.MQA)
+        step = verify_step(model, self._store, fed, rows, DRAFTS)
+        return {"accepted": step.accepted, "hidden": step.hidden.tolist(), "drafts": step.drafts}
+
+    def fence(self) -> dict[str, Any]:
+        """Raises its own timeline."""
+        return {"fence": base64.b64encode(self._workers.fence().SerializeToString()).decode()}
+
+    def renew(self) -> dict[str, Any]:
+        try:
+            return {"boot_id": self._worker.renew()}
+        except KVError as error:  # the next daemon is not there yet
+            return {"boot_id": 0, "why": str(error)}
+
+
+def say(**words: Any) -> None:
+    print(json.dumps(words), flush=True)
+
+
+def main(runtime_dir: str, engine: str, epoch: str, rank: str, size: str, meeting: str) -> None:
+    torch.set_num_threads(1)
+    workers = WorkerGroup([connect_worker(Path(runtime_dir), engine, int(epoch), int(rank))])
+    try:
+        with join_ranks(Path(meeting), int(rank), int(size), timeout_s=120.0) as ranks:
+            one = Rank(workers, ranks)
+            say(attached=True)
+            for line in sys.stdin:
+                order = json.loads(line)
+                say(**getattr(one, order.pop("do"))(**order))
+    except KVError as error:
+        say(error=type(error).__name__, message=str(error))
+    workers.detach()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

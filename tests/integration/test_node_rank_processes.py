@@ -1,0 +1,91 @@
+"""PCP x DCP ranks as processes of their own, each attached to a real daemon, with the shards in its pools."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mode_engine import OUTPUT, RANKS, ROWS, prompt_of
+from nodes_support import PAGE_BYTES, Node, kill_and_wait, node
+from process_engine import ProcessEngine
+
+from kvmanager.clients.glm.config import TINY
+from kvmanager.errors import PeerUnreachable
+
+PAGES = 24
+
+
+def shards_toml(runtime_dir: Path, *, name: str) -> str:
+    return f"""
+[node]
+name = "{name}"
+runtime_dir = "{runtime_dir}"
+spare = false
+[mover]
+staging_bytes = "4 MiB"
+chunk_bytes = "1 MiB"
+[[group]]
+name = "shards"
+kind = "sharded"
+format = "{TINY.format.name}"
+ranks = {RANKS}
+page_rows = {ROWS}
+hbm_bytes_per_rank = {PAGES * PAGE_BYTES}
+host_bytes_per_rank = {3 * PAGES * PAGE_BYTES}
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with node(tmp_path_factory.mktemp("shards"), "prefill", shards_toml) as running:
+        yield running
+
+
+def test_rank_processes_give_the_tokens_of_one_rank(served: Node, tmp_path: Path) -> None:
+    """Computed anew, hit in part with a copy on write in each process, from the host, and under another daemon."""
+    seed = 60
+    engine = ProcessEngine(served.runtime_dir, "processes", tmp_path / "meeting")
+    try:
+        assert len({process.pid for process in engine.ranks.processes} | {os.getpid()}) == RANKS + 1
+        first = engine.answer(prompt_of(seed))
+        assert first.cached == 0
+        first.check(seed)
+
+        again = engine.answer(prompt_of(seed))
+        assert again.cached >= 64
+        again.check(seed)
+        counters = served.counters()
+        assert counters["partial_span_reuse"] > 0, counters
+
+        engine.displace(seed, 8)
+        third = engine.prefill(prompt_of(seed))
+        assert served.counters()["onboard"] > counters["onboard"]
+        assert third.cached >= 64
+        boot_id = engine.engine.client.boot_id
+        kill_and_wait(served.pid_of("daemon"))
+        while len(third.answer) < OUTPUT:
+            engine.decode(third)
+        third.check(seed)
+        engine.close_request(third)
+        assert engine.engine.client.boot_id > boot_id
+    finally:
+        engine.close()
+    served.reopen()
+    served.wait_at_rest()
+
+
+def test_pages_of_an_engine_with_a_killed_rank_come_back(served: Node, tmp_path: Path) -> None:
+    engine = ProcessEngine(served.runtime_dir, "broken", tmp_path / "meeting")
+    try:
+        request = engine.prefill(prompt_of(61))
+        victim = engine.ranks.processes[1]
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.wait()
+        with pytest.raises(PeerUnreachable, match="a rank of the engine is gone"):
+            engine.decode(request)
+    finally:
+        engine.close()
+    served.wait_at_rest()
