@@ -91,8 +91,11 @@ class Staging:
 
 
     def in_whole(self, pages: int) -> Staging:
-        """The same room in chunks of a multiple of so many pages, of which one fits in a chunk."""
-        chunk_pages = self.chunk_pages // pages * pages
+        """The same room in chunks of a multiple of so many pages, where one fits in a chunk.
+
+        Spans that are cut by no chunk are placed by the patterns of whole spans.
+        """
+        chunk_pages = self.chunk_pages // pages * pages or self.chunk_pages
         return Staging(self.slots * self.chunk_pages // chunk_pages, chunk_pages)
 
 
@@ -163,8 +166,7 @@ def build_pull(
     read, staged, pages_before = [], [], 0
     runs = source.runs(page_rows)
     turn = _turn(source_layout, runs, targets, staging) if may_turn else None
-    if turn is not None:
-        staging = staging.in_whole(turn.order.segments)
+    staging = staging.in_whole(max((run.order.segments for run in runs), default=1))
     for run in runs:
         wanted = _wanted_pages(run, page_rows, targets)
         order = run.order

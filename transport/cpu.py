@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -32,8 +32,11 @@ SLICE_RUNS: Final = 4_096
 POLL_SLICES: Final = 4
 _LEAST_SLICE: Final = 1 / 256
 """The least share of a slice that a piece counts as: its fixed cost of some microseconds."""
-_LOOP_BYTES: Final = 32 * KIB
-"""Copies at least this long go one by one: the call's microsecond is small next to the copy itself."""
+_LOOP_BYTES: Final = 4 * KIB
+"""Copies at least this long go one by one: two microseconds each, and index arrays copy all of it twice."""
+_LEAST_FOLDED: Final = 2
+_ELEMENT_BYTES: Final = 256
+"""Rows up to here are one element each to numpy."""
 _LOOP_COPIES: Final = 4
 
 
@@ -131,7 +134,37 @@ class CpuExecutor(ActivePlans[_Active]):
 
 def _work(plan: CopyPlan) -> Iterator[StridedCopies]:
     for piece in plan.pieces():
-        yield from slices(piece, SLICE_BYTES, SLICE_RUNS)
+        yield from slices(folded(piece), SLICE_BYTES, SLICE_RUNS)
+
+
+def folded(c: StridedCopies) -> StridedCopies:
+    """The same, where rows of several copies lie side by side in the target as copies of more rows each.
+
+    A permuted page is written from its first byte to its last then, instead of row by row with gaps: a fifth faster.
+    """
+    n, source, target = len(c.source_offsets), c.source_offsets, c.target_offsets
+    if not c.counts or n < _LEAST_FOLDED:
+        return c
+    beside = np.flatnonzero(target[1:] - target[0] == c.row_bytes)
+    if len(beside) == 0:
+        return c
+    apart, count = int(beside[0]) + 1, 1
+    step = int(source[apart] - source[0])
+    while (count + 1) * apart <= n and target[count * apart] == target[0] + count * c.row_bytes:
+        count += 1
+    if n % (apart * count):
+        return c
+    sources, targets = source.reshape(-1, count, apart), target.reshape(-1, count, apart)
+    if (np.diff(sources, axis=1) != step).any() or (np.diff(targets, axis=1) != c.row_bytes).any():
+        return c
+    return replace(
+        c,
+        source_offsets=sources[:, 0].reshape(-1),
+        target_offsets=targets[:, 0].reshape(-1),
+        counts=(*c.counts, count),
+        source_strides=(*c.source_strides, step),
+        target_strides=(*c.target_strides, c.row_bytes),
+    )
 
 
 def do_piece(regions: RegionMap, purpose: Purpose, c: StridedCopies) -> None:
@@ -154,9 +187,13 @@ def copy_piece(source: ByteArray, target: ByteArray, c: StridedCopies) -> None:
     n = len(c.source_offsets)
     each_bytes = math.prod(c.counts) * c.row_bytes
     if n <= _LOOP_COPIES or each_bytes >= _LOOP_BYTES:
-        shape = (*c.counts, c.row_bytes)
+        kind, shape, strides = np.dtype(f"V{c.row_bytes}"), c.counts, (c.source_strides, c.target_strides)
+        if not c.counts or c.row_bytes > _ELEMENT_BYTES:
+            kind, shape = np.dtype(np.uint8), (*shape, c.row_bytes)
+            strides = (*c.source_strides, 1), (*c.target_strides, 1)
         for start, end in zip(c.source_offsets.tolist(), c.target_offsets.tolist(), strict=True):
-            _view(target, end, shape, c.target_strides)[...] = _view(source, start, shape, c.source_strides)
+            taken = np.ndarray(shape, kind, source, start, strides[0])
+            np.ndarray(shape, kind, target, end, strides[1])[...] = taken
         return
     steps = _step(c.source_offsets), _step(c.target_offsets)
     if steps[0] is not None and steps[1] is not None:

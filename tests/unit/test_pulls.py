@@ -89,11 +89,11 @@ def run(source: Source, targets: list[TargetClass], staging: Staging, first_slot
     moved = 0
     for number in range(ring.chunks):
         regions[STAGING_REGION][:] = 0xEE  # a chunk must not lean on an earlier one
-        slot = (first_slot + number) % staging.slots
+        slot = (first_slot + number) % ring.slots
         addresses, offsets, lengths = ring.reads(number)
-        assert 0 < len(addresses) <= staging.chunk_pages
+        assert 0 < len(addresses) <= ring.chunk_pages <= staging.chunk_pages
         assert offsets.tolist() == [
-            (slot * staging.chunk_pages + n) * SOURCE.page_bytes for n in range(len(addresses))
+            (slot * ring.chunk_pages + n) * SOURCE.page_bytes for n in range(len(addresses))
         ], "slots of the ring in order"
         assert ring.staging_range(number) == (int(offsets[0]), int(offsets[-1]) + SOURCE.page_bytes)
         for address, offset, length in zip(addresses.tolist(), offsets.tolist(), lengths.tolist(), strict=True):
