@@ -43,6 +43,7 @@ JOBS: Final[Mapping[str, Sequence[str]]] = {
     "lease_expiry": ("expired_ticket", "expired_lease"),
 }
 """Background job -> the core's counters of what it did."""
+_JOB_COUNTERS: Final = tuple(name for names in JOBS.values() for name in names)
 
 
 class Meter:
@@ -52,6 +53,7 @@ class Meter:
         """`counters`: the core's own, read in the loop's thread."""
         self._counters = counters
         self._known = {job: self._done(job) for job in JOBS}
+        self._all_done = sum(map(counters.__getitem__, _JOB_COUNTERS))
         self._began: dict[int, tuple[str, int, float]] = {}
         self.copied_bytes: dict[str, int] = {}
         """A plan's purpose -> bytes of those that ended well; read it in the loop's thread."""
@@ -186,6 +188,10 @@ class Meter:
         return sum(self._counters[name] for name in JOBS[job])
 
     def _note_jobs(self, cause: str) -> None:
+        all_done = sum(map(self._counters.__getitem__, _JOB_COUNTERS))
+        if all_done == self._all_done:  # counters only rise
+            return
+        self._all_done = all_done
         for job, known in self._known.items():
             done = self._done(job)
             if done != known:
