@@ -5,6 +5,8 @@ Calls may be repeated: a lease's id is chosen by the engine. The client decides 
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,12 +21,20 @@ from kvmanager.clients.attach import Attachment, attach, grpc_channel
 from kvmanager.clients.engine import EngineClient
 from kvmanager.clients.rankmemory import Memory
 from kvmanager.clients.worker import WorkerGroup, WorkerRank, connect_worker
-from kvmanager.errors import DaemonError, NotReady
+from kvmanager.errors import DaemonError, KVError, NotReady
 from kvmanager.layout import KVLayout
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.units import SECOND_NS
-from kvmanager.wire import ERROR_METADATA_KEY, TEXT_CHARS, error_from_rpc, pack_u32, unpack_u32, unpack_u64
+from kvmanager.wire import (
+    ERROR_METADATA_KEY,
+    TEXT_CHARS,
+    error_from_proto,
+    error_from_rpc,
+    pack_u32,
+    unpack_u32,
+    unpack_u64,
+)
 
 LEASE_TTL_NS: Final = 60 * SECOND_NS
 CALL_TIMEOUT_S: Final = 5.0
@@ -44,19 +54,53 @@ class Lease:
     sums: dict[int, bytes] = field(default_factory=dict)
 
 
+class _CallStream:
+    """A stream of calls, each answered in its turn: a queue going out, a thread reading in."""
+
+    def __init__(self, stub: pb_grpc.EngineStub) -> None:
+        self._outgoing: queue.SimpleQueue[pb.CacheCall | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[pb.CacheAnswer | grpc.RpcError | None] = queue.SimpleQueue()
+        self._call = stub.CacheCalls(iter(self._outgoing.get, None))
+        threading.Thread(target=self._read, name="cache-calls", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            for answer in self._call:
+                self._answers.put(answer)
+            self._answers.put(None)
+        except grpc.RpcError as error:
+            self._answers.put(error)
+        finally:
+            self._outgoing.put(None)
+
+    def ask(self, call: pb.CacheCall, timeout_s: float) -> pb.CacheAnswer | grpc.RpcError | None:
+        """The answer; why the stream broke; None for its end. Raises queue.Empty after `timeout_s`."""
+        self._outgoing.put(call)
+        return self._answers.get(timeout=timeout_s)
+
+    def close(self) -> None:
+        """Ends it at once."""
+        self._call.cancel()
+
+
 class LeaseCalls:
-    """The lease calls of one registered engine. Raises the daemon's typed errors, NotReady when it does not answer."""
+    """The lease calls of one registered engine. Raises the daemon's typed errors, NotReady when it does not answer.
+
+    They go one after the other over one stream, which is opened anew when it broke. Thread-safe.
+    """
 
     def __init__(self, channel: grpc.Channel, client: EngineClient, timeout_s: float = CALL_TIMEOUT_S) -> None:
         self._stub = pb_grpc.EngineStub(channel)
         self._client = client
         self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._stream: _CallStream | None = None
 
     def lookup(self, keys: bytes, tokens: int) -> int:
         """Tokens of the prefix that the cache holds now; pins nothing."""
         client = self._client
         request = pb.LookupRequest(boot_id=client.boot_id, epoch=client.epoch, keys=keys, prompt_tokens=tokens)
-        return int(self._call(self._stub.Lookup, request).cached_tokens)
+        return int(self._ask(pb.CacheCall(lookup=request)).lookup.cached_tokens)
 
     def acquire(self, lease_id: int, keys: bytes, lease_ttl_ns: int = LEASE_TTL_NS, name: str = "") -> Lease:
         """Pins the longest known prefix of the keys; none known: there is no lease.
@@ -67,7 +111,7 @@ class LeaseCalls:
             boot_id=self._client.boot_id, epoch=self._client.epoch, request_id=lease_id, keys=keys,
             lease_ttl_ns=lease_ttl_ns, name=name,
         )  # fmt: skip
-        reply = self._call(self._stub.Acquire, request)
+        reply = self._ask(pb.CacheCall(acquire=request)).acquire
         return _lease(reply.tokens, reply.spans, _sums(reply))
 
     def done(
@@ -81,7 +125,7 @@ class LeaseCalls:
             boot_id=self._client.boot_id, epoch=self._client.epoch, lease_id=lease_id,
             failed_pages=pack_u32(failed_pages), fence=fence, failure=failure[:TEXT_CHARS],
         )  # fmt: skip
-        self._call(self._stub.Done, request)
+        self._ask(pb.CacheCall(done=request))
 
     def reserve(
         self, lease_id: int, keys: bytes, session_id: str = "", lease_ttl_ns: int = LEASE_TTL_NS,
@@ -117,16 +161,47 @@ class LeaseCalls:
 
     def _store(self, **step: Any) -> pb.StoreReply:
         request = pb.StoreRequest(boot_id=self._client.boot_id, epoch=self._client.epoch, **step)
-        reply: pb.StoreReply = self._call(self._stub.Store, request)
-        return reply
+        return self._ask(pb.CacheCall(store=request)).store
+
+    def _ask(self, call: pb.CacheCall) -> pb.CacheAnswer:
+        """Asks, and once more on a new stream when the one there was has broken: calls may be repeated."""
+        call.timeout_ns = int(self._timeout_s * SECOND_NS)
+        with self._lock:
+            fresh = self._stream is None
+            answer = self._exchange(call)
+            if not fresh and not isinstance(answer, pb.CacheAnswer):
+                answer = self._exchange(call)
+        if answer is None:
+            raise NotReady("the daemon does not answer: it ended the stream")
+        if isinstance(answer, grpc.RpcError):
+            raise _reason(answer) from answer
+        if answer.HasField("error"):
+            raise error_from_proto(answer.error)
+        return answer
+
+    def _exchange(self, call: pb.CacheCall) -> pb.CacheAnswer | grpc.RpcError | None:
+        if self._stream is None:
+            self._stream = _CallStream(self._stub)
+        try:
+            answer = self._stream.ask(call, self._timeout_s)
+        except queue.Empty:
+            self._stream.close()  # an answer that comes late would pass for the next one's
+            self._stream = None
+            raise NotReady(f"the daemon does not answer within {self._timeout_s:g} s") from None
+        if not isinstance(answer, pb.CacheAnswer):
+            self._stream = None
+        return answer
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
         try:
             return method(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
-            if _typed(error):
-                raise error_from_rpc(error) from error
-            raise NotReady(f"the daemon does not answer: {error.code().name}") from error
+            raise _reason(error) from error
+
+
+def _reason(error: grpc.RpcError) -> KVError:
+    """The daemon's own word, else that it does not answer."""
+    return error_from_rpc(error) if _typed(error) else NotReady(f"the daemon does not answer: {error.code().name}")
 
 
 def _typed(error: grpc.RpcError) -> bool:

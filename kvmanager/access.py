@@ -27,6 +27,7 @@ ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     "Engine/Acquire": (ENGINE,),
     "Engine/Done": (ENGINE,),
     "Engine/Store": (ENGINE,),
+    "Engine/CacheCalls": (ENGINE,),
     "Worker/Attach": (WORKER,),
     "Worker/Detach": (WORKER,),
     "Peer/Export": (ENGINE,),

@@ -197,9 +197,7 @@ class Daemon:
         callers = callers_of(self._config, attach_server)
         fence = self._config.fence
         self._fence = Fence(fence.action, self._membership, attach_server)
-        self._workers = WorkerService(
-            self._boot_id, self._loop, self._groups, callers, self._membership, self._regions
-        )
+        self._workers = WorkerService(self._boot_id, self._loop, self._groups, callers, self._membership, self._regions)
         engines = EngineService(
             self._boot_id,
             self._loop,
@@ -209,12 +207,11 @@ class Daemon:
             self._hub,
             self._gate,
             self._watch.meter.hot_rows,
+            self._watch.calls.observe,
         )
         self._door = PeerDoor(self._config.peer, self._certificates)
         address = self._door.address or str(runtime_dir)
-        peers = PeerService(
-            self._boot_id, address, self._loop, self._groups, callers, self._membership, self._mover
-        )
+        peers = PeerService(self._boot_id, address, self._loop, self._groups, callers, self._membership, self._mover)
         admin = AdminService(
             self._boot_id,
             self._config.node.name,

@@ -34,7 +34,7 @@ from kvmanager.messages import check_token_ids, register_event, span_run, step_e
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.sessions import SessionHub, SessionStream
-from kvmanager.wire import MESSAGE_MAX_BYTES, WIRE_VERSION, abort_with
+from kvmanager.wire import MESSAGE_MAX_BYTES, WIRE_VERSION, abort_with, error_to_proto
 
 PAGES_PER_CALL = 1 << 20
 LEASE_PAUSES_S = (0.001, 0.02)
@@ -79,9 +79,14 @@ class EngineService(pb_grpc.EngineServicer):
         hub: SessionHub,
         gate: Gate,
         hot_rows: Callable[[str, int, int, int], None],
+        observe: Callable[[str, str, float], None],
     ) -> None:
-        """`hot_rows(engine, epoch, hits, misses)` is told what engines report."""
+        """`hot_rows(engine, epoch, hits, misses)` is told what engines report.
+
+        `observe(method, code, seconds)`: of each call on a stream of calls.
+        """
         self._hot_rows = hot_rows
+        self._observe = observe
         self._boot_id = boot_id
         self._loop = loop
         self._node = node
@@ -214,50 +219,101 @@ class EngineService(pb_grpc.EngineServicer):
     @typed
     def Lookup(self, request: pb.LookupRequest, context: grpc.ServicerContext) -> pb.LookupReply:
         """How long a prefix is known; pins nothing, renews nothing."""
-        name = self._caller(request, context)
-        return self._loop.inspect(lambda node: _lookup(node, name, request))
+        return self._lookup(request, self._callers.who(context, "engine").token)
 
     @typed
     def Acquire(self, request: pb.AcquireRequest, context: grpc.ServicerContext) -> pb.AcquireReply:
         """Pins a cached prefix."""
-        name = self._caller(request, context)
-        return acquire_reply(self._arrived(acquire_event(name, request), context))
+        token = self._callers.who(context, "engine").token
+        return self._acquire(request, token, _until(context.time_remaining()), context)
 
     @typed
     def Done(self, request: pb.DoneRequest, context: grpc.ServicerContext) -> pb.DoneReply:
         """Gives the pins of an Acquire back."""
-        self._loop.call(done_event(self._caller(request, context), request))
-        return pb.DoneReply()
+        return self._done(request, self._callers.who(context, "engine").token)
 
     @typed
     def Store(self, request: pb.StoreRequest, context: grpc.ServicerContext) -> pb.StoreReply:
         """One step of a write into the cache."""
-        name = self._caller(request, context)
+        token = self._callers.who(context, "engine").token
+        return self._store(request, token, _until(context.time_remaining()), context)
+
+    def CacheCalls(
+        self, request_iterator: Iterator[pb.CacheCall], context: grpc.ServicerContext
+    ) -> Iterator[pb.CacheAnswer]:
+        """The four calls above, one after the other, each answered."""
+        with self._hub.ended_by(context.cancel):
+            try:
+                for call in request_iterator:
+                    yield self._answer(call, context)
+            except KVError as error:  # no message of this call
+                abort_with(context, error)
+            except grpc.RpcError:
+                _log.debug("a stream of cache calls broke")
+
+    def _answer(self, call: pb.CacheCall, context: grpc.ServicerContext) -> pb.CacheAnswer:
+        began, code, name = time.perf_counter(), "OK", call.WhichOneof("what")
+        try:
+            token = self._callers.who(context, "engine").token
+            until_s = _until(call.timeout_ns / 1e9 if call.timeout_ns else None)
+            match name:
+                case "lookup":
+                    return pb.CacheAnswer(lookup=self._lookup(call.lookup, token))
+                case "acquire":
+                    return pb.CacheAnswer(acquire=self._acquire(call.acquire, token, until_s, context))
+                case "done":
+                    return pb.CacheAnswer(done=self._done(call.done, token))
+                case "store":
+                    return pb.CacheAnswer(store=self._store(call.store, token, until_s, context))
+            raise InvalidArgument("no call is set; lookup, acquire, done or store")
+        except KVError as error:
+            code = error.reason
+            return pb.CacheAnswer(error=error_to_proto(error))
+        finally:
+            self._observe((name or "none").capitalize(), code, time.perf_counter() - began)
+
+    def _lookup(self, request: pb.LookupRequest, token: str) -> pb.LookupReply:
+        name = self._caller(request, token)
+        return self._loop.inspect(lambda node: _lookup(node, name, request))
+
+    def _acquire(
+        self, request: pb.AcquireRequest, token: str, until_s: float, context: grpc.ServicerContext
+    ) -> pb.AcquireReply:
+        return acquire_reply(self._arrived(acquire_event(self._caller(request, token), request), until_s, context))
+
+    def _done(self, request: pb.DoneRequest, token: str) -> pb.DoneReply:
+        self._loop.call(done_event(self._caller(request, token), request))
+        return pb.DoneReply()
+
+    def _store(
+        self, request: pb.StoreRequest, token: str, until_s: float, context: grpc.ServicerContext
+    ) -> pb.StoreReply:
+        name = self._caller(request, token)
         if request.WhichOneof("step") == "reserve":
             self._gate.check()
         event = store_event(name, request, self._membership.registration(name, request.epoch).namespace)
         if isinstance(event, EndLease):
             self._loop.call(event)
             return pb.StoreReply()
-        opened = self._arrived(event, context)
+        opened = self._arrived(event, until_s, context)
         return pb.StoreReply(tokens=opened.cached_tokens, spans=[span_run(table) for table in opened.spans])
 
-    def _arrived(self, event: AcquirePrefix | ReserveSpans, context: grpc.ServicerContext) -> Opened:
+    def _arrived(
+        self, event: AcquirePrefix | ReserveSpans, until_s: float, context: grpc.ServicerContext
+    ) -> Opened:
         """The lease, once its pages may be used. Raises NotReady at the call's deadline."""
         pause_s = LEASE_PAUSES_S[0]
         while True:
             opened: Opened = self._loop.call(event)
             if opened.state != "waiting":
                 return opened
-            left_s = context.time_remaining()
-            if not context.is_active() or (left_s is not None and left_s < 2 * pause_s):
+            if not context.is_active() or until_s - time.monotonic() < 2 * pause_s:
                 raise NotReady(f"lease {event.request_id} waits for its pages; ask for it again")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LEASE_PAUSES_S[1])
 
-    def _caller(self, request: _Named, context: grpc.ServicerContext) -> str:
+    def _caller(self, request: _Named, token: str) -> str:
         """The engine that a call names by its epoch and token."""
-        token = self._callers.who(context, "engine").token
         self._check_boot(request)
         return self._membership.engine_of(token, request.epoch)
 
@@ -272,6 +328,11 @@ def _check_version(request: pb.RegisterRequest) -> None:
             f"{__version__} (wire version {WIRE_VERSION}): install the same version on both sides; until then it gets "
             "nothing from here"
         )
+
+
+def _until(left_s: float | None) -> float:
+    """The moment at which a call is over; infinity for never."""
+    return float("inf") if left_s is None else time.monotonic() + left_s
 
 
 def _first(messages: Iterator[pb.StepRequest]) -> pb.StepRequest | None:

@@ -213,16 +213,20 @@ class Meter:
 
 
 class CallTimer(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not at run time
-    """Times unary calls by method and status; a session is a stream, its messages are core events."""
+    """Times calls by method and status; a session is a stream, its messages are core events."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._calls = Histogram(
             "kvmanager_rpc_duration_seconds",
-            "Time a unary gRPC call takes in the daemon.",
+            "Time a gRPC call takes in the daemon, on a stream of calls too.",
             ["method", "code"],
             buckets=_FAST_S,
             registry=registry,
         )
+
+    def observe(self, method: str, code: str, took_s: float) -> None:
+        """One call that came another way, on a stream of calls."""
+        self._calls.labels(method, code).observe(took_s)
 
     def intercept_service(
         self,
@@ -241,7 +245,6 @@ class CallTimer(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not at run
                 return inner(request, context)
             finally:
                 code = context.code()  # type: ignore[attr-defined]  # not in the stubs
-                name = "OK" if code is None else code.name
-                self._calls.labels(method, name).observe(time.perf_counter() - began)
+                self.observe(method, "OK" if code is None else code.name, time.perf_counter() - began)
 
         return grpc.unary_unary_rpc_method_handler(timed, handler.request_deserializer, handler.response_serializer)

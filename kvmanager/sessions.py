@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from kvmanager.core.events import Notified, Opened, StepDone
@@ -105,6 +106,7 @@ class SessionHub:
         self._stalled = stalled
         self._streams: dict[EngineKey, SessionStream] = {}
         self._refused: dict[EngineKey, _Refused] = {}
+        self._cancels: set[Callable[[], object]] = set()
         self._lock = threading.Lock()
 
     def open(self, key: EngineKey) -> SessionStream:
@@ -122,6 +124,17 @@ class SessionHub:
         with self._lock:
             if self._streams.get(stream.key) is stream:
                 del self._streams[stream.key]
+
+    @contextmanager
+    def ended_by(self, cancel: Callable[[], object]) -> Iterator[None]:
+        """While it runs, `end_all` also calls `cancel`: of a stream that has no session."""
+        with self._lock:
+            self._cancels.add(cancel)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._cancels.discard(cancel)
 
     def answer(
         self, stream: SessionStream, node: Node, named: tuple[int, ...], refused: tuple[Opened, ...]
@@ -163,6 +176,8 @@ class SessionHub:
     def end_all(self, error: KVError | None = None) -> None:
         """Ends every stream, with an error or without."""
         with self._lock:
-            streams = list(self._streams.values())
+            streams, cancels = list(self._streams.values()), list(self._cancels)
         for stream in streams:
             stream.end(error)
+        for cancel in cancels:
+            cancel()

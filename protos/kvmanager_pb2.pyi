@@ -1569,6 +1569,104 @@ class StoreReply(_message.Message):
 Global___StoreReply: _TypeAlias = StoreReply  # noqa: Y015
 
 @_typing.final
+class CacheCall(_message.Message):
+    """One of the calls above, on a stream of them: half of a call's way is spared. They are answered in order, one each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOOKUP_FIELD_NUMBER: _builtins.int
+    ACQUIRE_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_NS_FIELD_NUMBER: _builtins.int
+    timeout_ns: _builtins.int
+    """nanoseconds that it may wait for its pages, then NOT_READY; 0: as long as it takes"""
+    @_builtins.property
+    def lookup(self) -> Global___LookupRequest:
+        """answered by a LookupReply"""
+
+    @_builtins.property
+    def acquire(self) -> Global___AcquireRequest:
+        """answered by an AcquireReply"""
+
+    @_builtins.property
+    def done(self) -> Global___DoneRequest:
+        """answered by a DoneReply"""
+
+    @_builtins.property
+    def store(self) -> Global___StoreRequest:
+        """answered by a StoreReply"""
+
+    def __init__(
+        self,
+        *,
+        lookup: Global___LookupRequest | None = ...,
+        acquire: Global___AcquireRequest | None = ...,
+        done: Global___DoneRequest | None = ...,
+        store: Global___StoreRequest | None = ...,
+        timeout_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "done", b"done", "lookup", b"lookup", "store", b"store", "what", b"what"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "done", b"done", "lookup", b"lookup", "store", b"store", "timeout_ns", b"timeout_ns", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["lookup", "acquire", "done", "store"]  # noqa: Y015
+    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+
+Global___CacheCall: _TypeAlias = CacheCall  # noqa: Y015
+
+@_typing.final
+class CacheAnswer(_message.Message):
+    """Its answer. A call that fails does not end the stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOOKUP_FIELD_NUMBER: _builtins.int
+    ACQUIRE_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lookup(self) -> Global___LookupReply:
+        """to a LookupRequest"""
+
+    @_builtins.property
+    def acquire(self) -> Global___AcquireReply:
+        """to an AcquireRequest"""
+
+    @_builtins.property
+    def done(self) -> Global___DoneReply:
+        """to a DoneRequest"""
+
+    @_builtins.property
+    def store(self) -> Global___StoreReply:
+        """to a StoreRequest"""
+
+    @_builtins.property
+    def error(self) -> Global___Error:
+        """the call failed; nothing of it happened"""
+
+    def __init__(
+        self,
+        *,
+        lookup: Global___LookupReply | None = ...,
+        acquire: Global___AcquireReply | None = ...,
+        done: Global___DoneReply | None = ...,
+        store: Global___StoreReply | None = ...,
+        error: Global___Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "done", b"done", "error", b"error", "lookup", b"lookup", "store", b"store", "what", b"what"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "done", b"done", "error", b"error", "lookup", b"lookup", "store", b"store", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["lookup", "acquire", "done", "store", "error"]  # noqa: Y015
+    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+
+Global___CacheAnswer: _TypeAlias = CacheAnswer  # noqa: Y015
+
+@_typing.final
 class Region(_message.Message):
     """A piece of memory that the daemon made."""
 

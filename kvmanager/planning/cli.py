@@ -15,8 +15,9 @@ from kvmanager.errors import InvalidArgument
 from kvmanager.planning.models import load_model
 from kvmanager.planning.modes import Machine, Mode, config_text
 from kvmanager.planning.plan import ModePlan, Plan, make_plan
+from kvmanager.simulation.cli import size_asked
 from kvmanager.simulation.rates import link_rates
-from kvmanager.units import format_bytes, parse_bytes
+from kvmanager.units import format_bytes
 
 CAPTION = "pages: of a rank. onboard, NIC, NVLink: seconds to load one from the host, to hand it over by a link."
 LENGTHS = (142_000, 256_000, 1_048_576)
@@ -38,7 +39,7 @@ def plan(
     """Say which parallel modes hold which contexts on a node, and write a configuration for it."""
     with one_line_errors():
         shape = load_model(model)
-        machine = Machine(gpus, _size(hbm_free, "--hbm-free"), _size(host, "--host"))
+        machine = Machine(gpus, size_asked(hbm_free, "--hbm-free"), size_asked(host, "--host"))
         if role not in ("prefill", "decode"):
             raise InvalidArgument(f"no role {role!r}; there are prefill and decode")
         if mode and mode not in tuple(Mode):
@@ -55,13 +56,6 @@ def plan(
         print_json({**made.as_dict(), "written": None if write is None else str(write)})
     else:
         Console(highlight=False).print(render(made))
-
-
-def _size(text: str, option: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise InvalidArgument(f"{option}: {error}") from error
 
 
 def render(made: Plan) -> RenderableType:

@@ -11,12 +11,14 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from kvmanager.clibase import AsJson, one_line_errors, print_json
+from kvmanager.errors import InvalidArgument
 from kvmanager.replay.cli import recorded_sessions
 from kvmanager.simulation.costs import committed_costs
 from kvmanager.simulation.deployment import DEPLOYMENTS, Settings
 from kvmanager.simulation.experiments import Million, gains, million
 from kvmanager.simulation.experiments import simulate as run
 from kvmanager.simulation.report import Comparison, SimulationReport, compare, partners
+from kvmanager.units import parse_bytes
 
 
 def simulate(
@@ -29,6 +31,7 @@ def simulate(
     min_peak: Annotated[int, typer.Option(min=0, help="Only sessions that recorded a prompt of so many tokens.")] = 0,
     file: Annotated[Path | None, typer.Option(help="JSON lines, .xz, or generate:COUNT; default: bundled.")] = None,
     seed: Annotated[int, typer.Option(help="Of the order of sessions and where they start.")] = 42,
+    decode_hbm: Annotated[str, typer.Option(help="HBM of a decode rank for pages; default: as published.")] = "",
     alone: Annotated[bool, typer.Option("--alone", help="Don't run what it is compared with.")] = False,
     with_gains: Annotated[bool, typer.Option("--gains", help="Also what it could gain: seven runs instead.")] = False,
     as_json: AsJson = False,
@@ -36,10 +39,12 @@ def simulate(
     """Run a published deployment in virtual time on the real core, and set it beside what was published."""
     with one_line_errors(), Console(stderr=True).status("simulating") as status:
         names = list(DEPLOYMENTS) if deployment == "all" else [deployment]
-        settings = {name: Settings(name, concurrency, seconds, seed) for name in names}
         if not alone and deployment != "all":
-            for name in partners(deployment, concurrency):
-                settings[name] = Settings(name, concurrency, seconds, seed)
+            names += partners(deployment, concurrency)
+        hbm_bytes = size_asked(decode_hbm, "--decode-hbm") if decode_hbm else 0
+        settings = {
+            name: Settings(name, concurrency, seconds, seed, decode_hbm_bytes=hbm_bytes) for name in names
+        }  # fmt: skip
         sessions, costs = recorded_sessions(file, min_peak), committed_costs()
         reports, millions = {}, {}
         for name, setting in settings.items():
@@ -66,7 +71,7 @@ def _plain(
     return {
         "runs": {name: report.as_dict() for name, report in reports.items()},
         "one_million_tokens": {name: asdict(found) for name, found in millions.items()},
-        "published": [{**asdict(line), "met": line.met} for line in compared],
+        "published": [{**asdict(line), "sign": line.sign, "met": line.met} for line in compared],
         "misses": _misses(millions, compared),
         "gains": {name: report.as_dict() for name, report in gained.items()},
     }
@@ -74,7 +79,16 @@ def _plain(
 
 def _misses(millions: dict[str, Million], compared: list[Comparison]) -> list[str]:
     found = [f"{line.name}: {line.ratio:.2f}, required {line.required}" for line in compared if not line.met]
+    found += [f"{line.name}: {line.ratio:.2f}, published {line.published}" for line in compared if not line.sign]
     return found + [f"1M tokens on {name}: {m.served}" for name, m in millions.items() if m.served != m.expected]
+
+
+def size_asked(text: str, option: str) -> int:
+    """Bytes. Raises InvalidArgument."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise InvalidArgument(f"{option}: {error}") from error
 
 
 _SHOWN = (
@@ -108,11 +122,12 @@ def render(
         said = f"served, first token after {found.ttft_s:.1f} s" if found.served else f"not served: {found.refusal}"
         parts.append(f"1,048,576 tokens on {name}: {said}")
     table = Table(title="beside what was published", title_justify="left")
-    for column in ("ratio", "published", "required", "here", ""):
+    for column in ("ratio", "published", "required", "here", "sign", ""):
         table.add_column(column)
     for line in compared:
         ranges = [f"{low:g} to {high:g}" for low, high in (line.published, line.required)]
-        table.add_row(line.name, *ranges, f"{line.ratio:.2f}", "" if line.met else "MISSED")
+        sign, met = "same" if line.sign else "OTHER", "" if line.met else "MISSED"
+        table.add_row(line.name, *ranges, f"{line.ratio:.2f}", sign, met)
     parts.append(table if compared else "nothing was published to compare this with at so many sessions")
     if gained:
         parts.append(_side_by_side("gains", gained))

@@ -57,11 +57,11 @@ class Costs:
         """Scores of one leader's indexer."""
         return queries * context * self.told["model"]["indexer_flops_per_token"]
 
-    def attend_s(self, queries: float, context: float) -> float:
-        """Sparse attention and indexers of all layers, on one GPU with all heads."""
+    def attend_s(self, queries: float, context: float, kernel: str = "attention") -> float:
+        """Sparse attention and indexers of all layers, on one GPU with all heads. kernel: whose share of the peak."""
         gpu, share, model = self.told["gpu"], self.told["efficiency"], self.told["model"]
         heads = model["heads"]
-        compute = self.attention_flops(queries, context, heads) / (gpu["bf16_flops"] * share["attention"])
+        compute = self.attention_flops(queries, context, heads) / (gpu["bf16_flops"] * share[kernel])
         memory = self.attention_bytes(queries, context, heads) / (gpu["hbm_bytes_per_s"] * share["hbm"])
         scores = self.indexer_flops(queries, context) / (gpu["fp8_flops"] * share["indexer"])
         return model["layers"] * max(compute, memory) + model["leaders"] * scores
@@ -135,7 +135,8 @@ class Costs:
         total = self.dense_s(queries * len(rank))
         for request in rank:
             read = request.tokens * model["indexer_bytes_per_token"] * model["leaders"]
-            total += max(self.attend_s(queries, request.tokens), read / (gpu["hbm_bytes_per_s"] * share["hbm"]))
+            attend = self.attend_s(queries, request.tokens, "attention_decode")
+            total += max(attend, read / (gpu["hbm_bytes_per_s"] * share["hbm"]))
         return total + self.swap_in_s(rank)
 
     def swap_in_s(self, rank: Sequence[Running]) -> float:

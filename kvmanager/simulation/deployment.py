@@ -50,7 +50,8 @@ class Settings:
 
     whole_spans: a prompt reuses whole spans of its prefill engine only, as an engine with blocks of that size does.
     overlap: the gather of a layer's shards runs beside the layer before it. return_path: a decode rank sends an
-    answer's KV back to the prefill node, where the session's next prompt finds it.
+    answer's KV back to the prefill node, where the session's next prompt finds it. decode_hbm_bytes: for pages on each
+    decode rank, instead of the published configuration's; 0: as published.
     """
 
     deployment: str
@@ -62,6 +63,7 @@ class Settings:
     whole_spans: bool = True
     overlap: bool = False
     return_path: bool = False
+    decode_hbm_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.deployment not in DEPLOYMENTS:
@@ -70,9 +72,11 @@ class Settings:
             raise InvalidArgument(f"{self.lanes} lanes for {self.seconds} s: at least one lane and some time")
 
 
-def ranks_of(name: str, limits: Limits, policy: str, clock: Clock) -> list[Rank]:
-    """The groups of a published configuration, each with a core of its own."""
+def ranks_of(name: str, limits: Limits, policy: str, clock: Clock, hbm_bytes: int = 0) -> list[Rank]:
+    """The groups of a published configuration, each with a core of its own. hbm_bytes: of a rank; 0: as published."""
     config = NodeConfig.from_text(files("kvmanager").joinpath(f"deployments/{name}.toml").read_text("utf-8"))
+    if hbm_bytes:
+        config = replace(config, groups=tuple(replace(g, hbm_bytes_per_rank=hbm_bytes) for g in config.groups))
     return [Rank(spec, limits, policy, clock, link_rates()) for spec in plan_memory(config).groups]
 
 
@@ -100,7 +104,7 @@ class Deployment:
         )
         self.prefill_ranks = ranks_of(prefill, limits, settings.policy, self.clock)
         # Answers are not asked for again in these sessions, and each decode rank keeps what it has by recency.
-        self.decode_ranks = ranks_of(decode, limits, "lru", self.clock)
+        self.decode_ranks = ranks_of(decode, limits, "lru", self.clock, settings.decode_hbm_bytes)
         self.sharded = self.prefill_ranks[0].spec.ranks > 1
         engine = costs.told["engine"]
         whole = SPAN_BLOCKS if settings.whole_spans and self.sharded else 1

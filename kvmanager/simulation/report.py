@@ -14,6 +14,8 @@ from kvmanager.simulation.jobs import Rank
 
 GPUS = 16
 """Of both nodes."""
+EVEN = 0.05
+"""Published as "within a few percent": nobody is ahead by more."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,14 @@ class Comparison:
     def met(self) -> bool:
         """Whether it is what a run must show."""
         return self.required[0] <= self.ratio <= self.required[1]
+
+    @property
+    def sign(self) -> bool:
+        """Whether the one that was ahead is ahead here; where neither was, whether they are as near (`EVEN`)."""
+        low, high = self.published
+        if high <= 1 - EVEN or low >= 1 + EVEN:
+            return (self.ratio > 1) is (low > 1)
+        return abs(self.ratio - 1) <= 2 * EVEN
 
 
 def published() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from kvmanager.simulation.clock import Clock, Link
 from kvmanager.simulation.costs import Chunk, Running, committed_costs
 from kvmanager.simulation.deployment import DEPLOYMENTS, Deployment, Settings
 from kvmanager.simulation.experiments import million, simulate
-from kvmanager.simulation.report import SimulationReport, compare, partners, report_of
+from kvmanager.simulation.report import Comparison, SimulationReport, compare, partners, report_of
 from kvmanager.simulation.turns import Turn, one_request, plays, starting_point
 
 COSTS = committed_costs()
@@ -227,3 +227,23 @@ def test_published_orders_come_out_on_recorded_sessions() -> None:
     lines = compare(16, reports)
     assert len(lines) == 3
     assert all(line.met for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("published", "ratio", "same"),
+    [((1.7, 6.5), 1.1, True), ((1.7, 6.5), 0.9, False), ((0.3, 0.5), 0.9, True), ((0.3, 0.5), 1.1, False),
+     ((0.97, 1.0), 1.08, True), ((0.97, 1.0), 1.3, False), ((0.97, 1.0), 0.8, False)],
+)  # fmt: skip
+def test_the_sign_of_a_comparison(published: tuple[float, float], ratio: float, same: bool) -> None:
+    assert Comparison("x", "a", "b", published, (0.0, 9.0), ratio).sign is same
+
+
+def test_less_hbm_on_the_decode_ranks_makes_requests_wait_there() -> None:
+    """8 GiB hold 156,992 tokens: one prompt of over 78,000 at a time, where 15 GiB hold three."""
+    found = {}
+    for hbm_bytes in (0, 8 << 30):
+        steps = tuple(Step(((0, 1_300 + n),), 0.5, 1.0, "tool_use", 400) for n in range(6))
+        settings = Settings("pcp8dcp8-offload", lanes=20, seconds=20.0, seed=1, decode_hbm_bytes=hbm_bytes)
+        found[hbm_bytes] = simulate(settings, [Session(steps)] * 30, 142_000, COSTS)
+    assert found[8 << 30].waited_decode > found[0].waited_decode
+    assert found[8 << 30].most_decoding == 8 < found[0].most_decoding
