@@ -165,7 +165,12 @@ def _beside(config: NodeConfig, section: GroupSection, tokens: int) -> Beside:
 
 
 def fit(spec: GroupSpec, tokens: int, limits: Limits) -> Fit:
-    """Opens one request on an empty group. On a decode rank of hybrid HiSparse it arrives by hand-off."""
+    """Opens one request on an empty group. On a decode rank of hybrid HiSparse it arrives by hand-off.
+
+    A group that one engine holds as a whole is asked for all of it: how long a request may be is the engine's matter.
+    """
+    if spec.one_holder:
+        tokens = spec.pools[0].slabs * spec.page_rows
     node = Node([spec], limits)
     prints = tuple(c.layout.fingerprint for chain in spec.chains for c in chain.classes)
     registered = _answer(node, RegisterEngine("sizing", spec.name, b"", _KEY_BYTES, spec.page_rows, prints, spec.ranks))

@@ -13,6 +13,7 @@ from kvmanager.errors import ConfigError
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.groups import core_limits, plan_memory
 from kvmanager.layout import GLM53_TINY
+from kvmanager.sizing import size_of
 from kvmanager.units import MIB
 from tests.minimal_config import minimal_toml
 
@@ -192,3 +193,8 @@ def test_file_errors_name_the_path(tmp_path: Path) -> None:
 def test_host_copies_have_checksums_as_configured_on_every_device(device: str, cover: str, one_in: int) -> None:
     text = _swap('# device = "cpu"', f'device = "{device}" #').replace('# cover = "auto"', f'cover = "{cover}" #')
     assert core_limits(NodeConfig.from_text(text)).checksums == one_in
+
+
+def test_the_account_of_an_engines_own_blocks_is_all_of_them() -> None:
+    (held,) = [fit for fit in size_of(NodeConfig.from_text(WITH_ENGINE), 1000).fits if fit.group == "hbm"]
+    assert (held.refusal, held.tokens, held.held) == (None, 16 * 16, {"hbm/hbm": (16, 1 << 20)})
