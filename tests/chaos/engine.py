@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -207,7 +208,14 @@ class ChaosEngine(AttachedEngine):
         return cached
 
 
-def _answer(engine: ChaosEngine, asked: dict[str, Any]) -> dict[str, Any]:
+class Obedient(Protocol):
+    """What is told what to do by name, and counts the pages that it compared."""
+
+    pids: list[int]
+    checked_pages: int
+
+
+def _answer(engine: Obedient, asked: dict[str, Any]) -> dict[str, Any]:
     before = engine.checked_pages
     try:
         result = getattr(engine, asked.pop("do"))(**asked)
@@ -220,7 +228,7 @@ def _answer(engine: ChaosEngine, asked: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}", "kind": "refused", "pages": engine.checked_pages - before}
 
 
-def main(make: type[ChaosEngine] = ChaosEngine) -> None:
+def main(make: Callable[[Path, str, str, int], Obedient] = ChaosEngine) -> None:
     """RUNTIME_DIR NAME SIDE SEED."""
     runtime_dir, name, side, seed = sys.argv[1:]
     try:

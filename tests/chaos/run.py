@@ -18,8 +18,9 @@ from typing import Any, Final
 from kvmanager.clients.admin import AdminClient
 from kvmanager.errors import KVError
 from tests.chaos.content import texts_of
-from tests.chaos.schedule import SIDES, SOURCE, TARGET, Kill
-from tests.chaos.sides import Side, Stuck
+from tests.chaos.guest import GROUP_TABLE
+from tests.chaos.schedule import GUEST, SIDES, SOURCE, TARGET, Kill
+from tests.chaos.sides import Guest, Side, Stuck
 from tests.integration.nodes_support import SPAN
 
 TURNS_MOST: Final = 25
@@ -52,6 +53,7 @@ class Report:
     missed: list[str] = field(default_factory=list)
     committed_pages_checked: int = 0
     prompt_tokens_found: int = 0
+    leased_tokens_found: int = 0
     wrong_bytes: int = 0
     leaks: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -78,7 +80,8 @@ class Report:
             "seed": self.seed, "kills": self.kills, "committed_pages_checked": self.committed_pages_checked,
             "wrong_bytes": self.wrong_bytes, "leaks": len(self.leaks), "failures": len(self.failures),
             "missed": len(self.missed), "turns": self.turns, "prompt_tokens_found": self.prompt_tokens_found,
-            "cold_starts": self.cold_starts, "by_point": dict(sorted(self.by_point.items())),
+            "leased_tokens_found": self.leased_tokens_found, "cold_starts": self.cold_starts,
+            "by_point": dict(sorted(self.by_point.items())),
             "refused": dict(self.refused), "seconds": round(self.seconds, 1),
         }  # fmt: skip
 
@@ -125,7 +128,8 @@ class Chaos:
         self._report, self._say = report, say
         self._draw = random.Random(f"work/{report.seed}")
         self._texts = len(texts_of(report.seed, SPAN))
-        self.sides = {name: Side(directory, name, report.seed, self.engine_module()) for name in SIDES}
+        self.sides = {name: Side(directory, name, report.seed, self.engine_module(), GROUP_TABLE) for name in SIDES}
+        self.guest = Guest(self.sides[SOURCE], self.guest_module())
         self._handed: tuple[int, str] | None = None  # prompt and ticket for the target's next turn
         self._new = 0
         self._where = "before the first kill"
@@ -134,6 +138,10 @@ class Chaos:
     def engine_module(self) -> str:
         """Whose process serves."""
         return "tests.chaos.engine"
+
+    def guest_module(self) -> str:
+        """The same of the engine with memory of its own; "": there is none."""
+        return "tests.chaos.guest"
 
     # ------------------------------------------------------------------------------------- work
 
@@ -150,6 +158,7 @@ class Chaos:
             text = -self._new
         assert source.engine is not None
         assert target.engine is not None
+        guest = self._tell_guest()
         source.engine.tell(do="prefill", text=text, export=text >= 0)
         if handed is not None:
             target.engine.tell(do="decode", text=handed[0], ticket=handed[1])
@@ -158,9 +167,21 @@ class Chaos:
             self._handed = (text, answer["ticket"])
         if handed is not None:
             self._judge(target, target.hear())
+        if guest:
+            self._judge(self.guest, self.guest.hear())
         self._report.turns += 1
 
-    def _judge(self, side: Side, answer: dict[str, Any] | None) -> Any:
+    def _tell_guest(self) -> bool:
+        """A prompt of its own for the guest, beside everything else."""
+        if not self.guest.engine_module:
+            return False
+        self.guest.start_engine()
+        assert self.guest.engine is not None
+        end = self._draw.choice(("all", "all", "half", "none"))
+        self.guest.engine.tell(do="lease", text=self._draw.randrange(self._texts), end=end)
+        return True
+
+    def _judge(self, side: Side | Guest, answer: dict[str, Any] | None) -> Any:
         """The result; None for an error, after which the engine is ready again or gone."""
         if answer is None:
             return None
@@ -199,12 +220,15 @@ class Chaos:
         self._turn()
         for each in self.sides.values():
             self._look_at(each, kill)
+        if self.guest.engine_module:
+            self._look_at_the_guest(kill)
         self._say(f"{self._where}: {time.monotonic() - began:.1f} s" + ("" if side.order.over else ", not passed"))
         side.order.withdraw()
 
     def _carry_out(self, side: Side, kill: Kill) -> bool:
         if kill.point is None:
-            killer = threading.Timer(kill.delay_s, _kill_role, (side, kill.role))
+            victim = self.guest if kill.role == GUEST else side
+            killer = threading.Timer(kill.delay_s, _kill_role, (victim, kill.role))
             killer.start()
             while killer.is_alive():
                 self._turn()
@@ -263,6 +287,26 @@ class Chaos:
         side.found, side.forgotten = result["found"], forgotten
         self._report.prompt_tokens_found += sum(side.found)
 
+    def _look_at_the_guest(self, kill: Kill) -> None:
+        """What it had stored is found again, byte for byte; behind `_look_at`, which has said whether all went cold."""
+        for _ in range(VERIFY_TRIES):
+            self.guest.start_engine()
+            result = self._judge(self.guest, self.guest.ask(do="verify"))
+            if result is not None:
+                break
+        else:
+            self._report.failures.append(f"{self._where}: {self.guest.name}: the prompts can't be read again")
+            return
+        forgotten = self.sides[SOURCE].view.counters()["eviction"]
+        may_be_lost = forgotten != self.guest.forgotten or (kill.costs_the_cache and kill.side == SOURCE)
+        if self.guest.found and not may_be_lost:
+            pairs = enumerate(zip(self.guest.found, result["found"], strict=True))
+            lost = [f"prompt {n}: {had} -> {has} tokens" for n, (had, has) in pairs if has < had]
+            if lost:
+                self._report.failures.append(f"{self._where}: {self.guest.name} lost what was committed: {lost}")
+        self.guest.found, self.guest.forgotten = result["found"], forgotten
+        self._report.leased_tokens_found += sum(self.guest.found)
+
     def _started_cold(self, side: Side, kill: Kill) -> bool:
         """Whether the node's log says so since the last look; what it must not say is a failure."""
         log = side.new_log()
@@ -280,6 +324,9 @@ class Chaos:
     def rest(self) -> None:
         """All clients leave: nothing may be held, in pools or descriptors."""
         self._handed = None
+        if self.guest.engine is not None:
+            self._judge(self.guest, self.guest.ask(do="leave"))
+            self.guest.lose_engine()
         for side in self.sides.values():
             side.mend()
             self._judge(side, side.ask(do="leave"))
@@ -290,14 +337,18 @@ class Chaos:
 
     def close(self) -> None:
         """Stops both nodes."""
+        self.guest.lose_engine()
         for side in self.sides.values():
             self._report.leaks += side.close()
 
 
-def _kill_role(side: Side, role: str) -> None:
-    if role == "spare":
-        side.await_spare()
-    pid = side.pid_of(role)
+def _kill_role(side: Side | Guest, role: str) -> None:
+    if isinstance(side, Guest):
+        pid = side.engine.pid if side.engine is not None else 0
+    else:
+        if role == "spare":
+            side.await_spare()
+        pid = side.pid_of(role)
     if pid:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

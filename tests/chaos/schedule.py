@@ -20,6 +20,9 @@ SIDES: Final = (SOURCE, TARGET)
 
 ROLES: Final = ("keeper", "daemon", "mover", "spare", "scheduler", "worker")
 """Processes of a side. At the target scheduler and worker are one process."""
+GUEST: Final = "guest"
+"""At the source one engine more: it has memory of its own and reads and fills a cache group by leases."""
+PLACES: Final = (*((side, role) for side in SIDES for role in ROLES), (SOURCE, GUEST))
 
 _FIRST: Final = {
     "keeper": "keeper", "daemon": "daemon", "mover": "mover", "spare": "spare", "engine": "scheduler",
@@ -113,7 +116,7 @@ def matrix(seed: int) -> list[Kill]:
     """Every point on every side that passes it, and every role at a time of its own; in an order of its own."""
     draw = random.Random(f"matrix/{seed}")
     kills = [drawn_at(side, point, draw) for point in POINTS for side in sides_of(point)]
-    kills += [Kill(side, role, delay_s=draw.uniform(0, HALF_SECOND_S)) for side in SIDES for role in ROLES]
+    kills += [Kill(side, role, delay_s=draw.uniform(0, HALF_SECOND_S)) for side, role in PLACES]
     draw.shuffle(kills)
     return kills
 
@@ -127,7 +130,7 @@ def random_kills(seed: int) -> Iterator[Kill]:
             point = draw.choice(points)
             yield drawn_at(draw.choice(sides_of(point)), point, draw)
         else:
-            yield Kill(draw.choice(SIDES), draw.choice(ROLES), delay_s=draw.uniform(0, HALF_SECOND_S))
+            yield Kill(*draw.choice(PLACES), delay_s=draw.uniform(0, HALF_SECOND_S))
 
 
 WIDEST: Final = (

@@ -74,9 +74,9 @@ def environment_of(order: KillOrder) -> dict[str, str]:
 class EngineProcess:
     """`python -m tests.chaos.engine`, or one like it, asked and answered line by line."""
 
-    def __init__(self, side: Side, seed: int) -> None:
+    def __init__(self, side: Served, seed: int) -> None:
         command = [sys.executable, "-m", side.engine_module]
-        command += [str(side.node.runtime_dir), "engine", side.name, str(seed)]
+        command += [str(side.node.runtime_dir), side.engine_name, side.name, str(seed)]
         with (side.directory / f"{side.name}-engine.log").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment_of(side.order)
@@ -126,22 +126,75 @@ class EngineProcess:
                 pipe.close()
 
 
-class Side:
+class Served:
+    """Who has an engine in a process of its own at a node."""
+
+    engine_module: str
+    engine_name: str
+    name: str
+    directory: Path
+    seed: int
+    node: ChaosNode
+    order: KillOrder
+    engine: EngineProcess | None = None
+
+    def look_after_the_keeper(self) -> None:
+        """Starts the next keeper where one died."""
+        raise NotImplementedError
+
+    def start_engine(self) -> None:
+        """An engine that serves, the one there is or a new one. Raises Stuck."""
+        give_up = time.monotonic() + PATIENCE_S
+        while self.engine is None:
+            engine = EngineProcess(self, self.seed)
+            hello = engine.answer()
+            if hello is not None and "ok" in hello:
+                engine.pids = hello["ok"]
+                self.engine = engine
+                return
+            engine.end()
+            if time.monotonic() > give_up:
+                raise Stuck(f"no engine can start at {self.name}: {hello}\n{self.node.log_tail()}")
+
+    def lose_engine(self) -> None:
+        """Ends it."""
+        if self.engine is not None:
+            self.engine.end()
+            self.engine = None
+
+    def ask(self, **question: Any) -> dict[str, Any] | None:
+        """Asks the engine; None when it died of it."""
+        assert self.engine is not None
+        self.engine.tell(**question)
+        return self.hear()
+
+    def hear(self) -> dict[str, Any] | None:
+        """The engine's answer. One that died or is not known any more is gone afterwards."""
+        assert self.engine is not None
+        answer = self.engine.answer()
+        if answer is None or answer.get("kind") == "stale":
+            self.lose_engine()
+        return answer
+
+
+class Side(Served):
     """A node and its engine. `cold_starts`: how often the node lost its cache, by its own word."""
 
-    def __init__(self, directory: Path, name: str, seed: int, engine_module: str = "tests.chaos.engine") -> None:
-        self.engine_module = engine_module
-        self.name, self.directory, self._seed = name, directory, seed
+    def __init__(
+        self, directory: Path, name: str, seed: int, engine_module: str = "tests.chaos.engine", more: str = ""
+    ) -> None:
+        """more: further tables of the source's configuration."""
+        self.engine_module, self.engine_name = engine_module, "engine"
+        self.name, self.directory, self.seed = name, directory, seed
         self.order = KillOrder(directory / f"{name}.kill")
         if name == "source":
             lease = "ticket_ttl_ms = 3000\ngrace_ms = 100"
-            config = prefill_toml(directory / name, name=name, pages=DEVICE_PAGES, lease=lease)
+            config = prefill_toml(directory / name, name=name, pages=DEVICE_PAGES, lease=lease, more=more)
         else:
             config = decode_toml(directory / name, name=name)
         self.node = ChaosNode(name, directory, config, self.order)
         self.node.start()
         self.view = Node(self.node, self.node.wait_serving())
-        self.engine: EngineProcess | None = None
         self.found: list[int] = []
         self.forgotten = 0
         self._log_at = 0
@@ -180,40 +233,6 @@ class Side:
         with contextlib.suppress(OSError):
             return any("kvmanager:journal" in name for name in _links(self.node.pid))
         return False
-
-    def start_engine(self) -> None:
-        """An engine that serves, the one there is or a new one. Raises Stuck."""
-        give_up = time.monotonic() + PATIENCE_S
-        while self.engine is None:
-            engine = EngineProcess(self, self._seed)
-            hello = engine.answer()
-            if hello is not None and "ok" in hello:
-                engine.pids = hello["ok"]
-                self.engine = engine
-                return
-            engine.end()
-            if time.monotonic() > give_up:
-                raise Stuck(f"no engine can start at {self.name}: {hello}\n{self.node.log_tail()}")
-
-    def lose_engine(self) -> None:
-        """Ends it."""
-        if self.engine is not None:
-            self.engine.end()
-            self.engine = None
-
-    def ask(self, **question: Any) -> dict[str, Any] | None:
-        """Asks the engine; None when it died of it."""
-        assert self.engine is not None
-        self.engine.tell(**question)
-        return self.hear()
-
-    def hear(self) -> dict[str, Any] | None:
-        """The engine's answer. One that died or is not known any more is gone afterwards."""
-        assert self.engine is not None
-        answer = self.engine.answer()
-        if answer is None or answer.get("kind") == "stale":
-            self.lose_engine()
-        return answer
 
     def pid_of(self, role: str) -> int:
         """The process of a role now; 0 when there is none."""
@@ -296,6 +315,21 @@ class Side:
             wrong += [f"{self.name}: {path} is left" for path in left]
         self.order.close()
         return wrong
+
+
+class Guest(Served):
+    """A further engine at a side's node, with memory of its own. `found`, `forgotten`: as of a side."""
+
+    def __init__(self, side: Side, module: str) -> None:
+        self._side = side
+        self.engine_module, self.engine_name, self.name = module, "guest", f"{side.name}-guest"
+        self.directory, self.seed, self.node, self.order = side.directory, side.seed, side.node, side.order
+        self.found: list[int] = []
+        self.forgotten = 0
+
+    def look_after_the_keeper(self) -> None:
+        """Starts the next keeper where one died."""
+        self._side.look_after_the_keeper()
 
 
 def _states(pool: pb.PoolStatus) -> int:

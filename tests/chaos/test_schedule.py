@@ -5,8 +5,8 @@ from itertools import islice
 
 from kvmanager.killpoints import POINTS
 from tests.chaos.schedule import (
+    PLACES,
     ROLES,
-    SIDES,
     SIMULATED,
     WIDEST,
     Kill,
@@ -22,7 +22,7 @@ def test_the_matrix_has_every_point_on_every_side_and_every_role_at_any_time():
     kills = matrix(1)
     pairs = [(kill.side, kill.point) for kill in kills if kill.point]
     assert sorted(pairs) == sorted((side, point) for point in POINTS for side in sides_of(point))
-    assert {(kill.side, kill.role) for kill in kills if not kill.point} == {(s, r) for s in SIDES for r in ROLES}
+    assert {(kill.side, kill.role) for kill in kills if not kill.point} == set(PLACES)
     assert len(kills) == len(set(kills))
 
 
@@ -36,7 +36,7 @@ def test_a_seed_gives_the_same_kills():
 def test_random_kills_come_to_every_point_and_role():
     kills = list(islice(random_kills(0), 2000))
     assert {kill.point for kill in kills if kill.point} == set(POINTS)
-    assert {(kill.side, kill.role) for kill in kills if not kill.point} == {(s, r) for s in SIDES for r in ROLES}
+    assert {(kill.side, kill.role) for kill in kills if not kill.point} == set(PLACES)
     assert all(kill.passage >= 1 and 0 <= kill.delay_s <= 0.5 for kill in kills)
 
 

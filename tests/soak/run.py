@@ -72,6 +72,10 @@ class Soak(Chaos):
         """Whose process serves."""
         return "tests.soak.engine"
 
+    def guest_module(self) -> str:
+        """The replay has none."""
+        return ""
+
     def _turn(self) -> None:
         """The next recorded request through the source; the one before it through the target."""
         source, target = self.sides[SOURCE], self.sides[TARGET]
