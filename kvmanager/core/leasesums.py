@@ -53,11 +53,16 @@ def keep_sums(state: State, request: Request, summed_pages: Sequence[int], sums:
 def sums_of(request: Request) -> tuple[Int64Array | None, SumArray | None]:
     """Of the pages that a lease holds, as far as they are known."""
     part = request.chains[0]
-    store = part.chain.sums.get(0)
-    if store is None or len(part.rows) == 0:
+    if 0 not in part.chain.sums or len(part.rows) == 0:
         return None, None
-    pages = part.chain.table.page_lists(0, DEVICE, part.rows.array)
-    pages = pages[store.known(pages, _generations(part.chain)[pages])]
+    return sums_of_rows(part.chain, part.rows.array)
+
+
+def sums_of_rows(chain: Chain, rows: Int64Array) -> tuple[Int64Array, SumArray]:
+    """(pages with known sums, uint64[pages, ranks, words]) of spans of a chain that has some."""
+    store = chain.sums[0]
+    pages = chain.table.page_lists(0, DEVICE, rows)
+    pages = pages[store.known(pages, _generations(chain)[pages])]
     return pages, store.sums[pages]
 
 

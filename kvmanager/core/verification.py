@@ -14,6 +14,7 @@ from kvmanager.core.checksums import SUM_WORDS, PageSections, SumArray, SumStore
 from kvmanager.core.events import CheckCopies, RequestFailed, SubmitPlan
 from kvmanager.core.forgetting import condemn
 from kvmanager.core.group import Chain, Group
+from kvmanager.core.leasesums import sums_of_rows
 from kvmanager.core.operatorevents import Loss
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.core.request import Phase
@@ -161,7 +162,7 @@ def _tell_readers(state: State, group: Group, chain_number: int, row: int, error
 
 
 def ticket_sums(state: State, ticket_id: str) -> list[tuple[Int64Array, SumArray]]:
-    """Device pages of a ticket whose bytes have sums, for they have a host copy, chain by chain.
+    """Device pages of a ticket whose bytes have sums, for they have a host copy or were filled by leases, by chain.
 
     pages, uint64[pages, ranks, words] each. Nothing for a ticket that is over.
     """
@@ -175,6 +176,8 @@ def _chain_sums(chain: Chain, held: list[int]) -> tuple[Int64Array, SumArray]:
     rows = np.asarray(held, np.int64)
     if 0 not in chain.sums or len(rows) == 0:
         return np.empty(0, np.int64), np.empty((0, 0, 0), np.uint64)
+    if not chain.has_host(0):
+        return sums_of_rows(chain, rows)
     rows = rows[(chain.table.copies[0, :, rows] == CopyState.READY).all(axis=1)]
     device, host = (chain.table.page_lists(0, tier, rows) for tier in (DEVICE, HOST))
     known = _known(chain, 0, host)

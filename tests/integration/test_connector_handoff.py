@@ -55,6 +55,21 @@ def decode(target: Node) -> Iterator[ConnectorEngine]:
     target.wait_at_rest()
 
 
+def test_blocks_that_were_stored_before_are_handed_over_with_their_sums(
+    source: Node, target: Node, prefill: ConnectorEngine, decode: ConnectorEngine
+) -> None:
+    """The first blocks of the prompt lie in the cache already, stored by leases with checksums."""
+    tokens = prompt(77)
+    summed = source.counters()["summed_page"]
+    prefill.serve("before", tokens[: 5 * ROWS["source"]])
+    prefill.rest()
+    wait_for(lambda: source.counters()["summed_page"] >= summed + 5)
+    told = prefill.serve("p", tokens, PREFILL).ended
+    got = decode.serve("d", tokens, told)
+    assert (got.loaded, got.computed) == (TOKENS, 0)
+    assert decode.right(got)
+
+
 def test_the_decoding_engine_computes_nothing(
     source: Node, target: Node, prefill: ConnectorEngine, decode: ConnectorEngine
 ) -> None:
