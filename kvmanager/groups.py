@@ -237,4 +237,5 @@ def core_limits(config: NodeConfig) -> Limits:
         fence_after_ns=config.fence.after_ns,
         stall_after_ns=config.fence.stall_ms * MILLISECOND_NS,
         pull_deadline_ns=config.mover.pull_deadline_ns,
+        return_path=config.mover.return_path,
     )

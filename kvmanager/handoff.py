@@ -43,6 +43,7 @@ from kvmanager.peers import Peers
 from kvmanager.planwire import ring_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.pulls import (
+    ON_HOST,
     SourceSpans,
     Staging,
     TargetClass,
@@ -53,7 +54,7 @@ from kvmanager.pulls import (
     share_out,
     split_at,
 )
-from kvmanager.wire import layout_from_proto, unpack_u32, unpack_u64
+from kvmanager.wire import NO_PAGE, layout_from_proto, unpack_u32, unpack_u64
 
 ACCEPT_DEADLINE_S = 30.0
 """The source may have to start its NIXL agent first."""
@@ -328,11 +329,12 @@ class Handoffs:
     ) -> pb.Pull:
         """The mover's command. Raises LayoutMismatch when the two sides' pages can't be matched."""
         staging = Staging.of(self._settings.staging_bytes, self._settings.chunk_bytes, layout.page_bytes)
-        addresses = [rank.base_address for rank in sorted(chain.ranks, key=lambda r: r.rank)]
+        ranks = sorted(chain.ranks, key=lambda r: r.rank)
+        addresses, on_host = [rank.base_address for rank in ranks], [rank.host_base_address for rank in ranks]
         with self._slots:  # pulls take turns in the ring
             turns = accepted.packed and not chain.summed_pages  # sums are of pages as they lie at the source
             spans = source_spans(chain)
-            ring = build_pull(work_id, layout, spans, addresses, targets, staging, self._next_slot, turns)
+            ring = build_pull(work_id, layout, spans, addresses, targets, staging, self._next_slot, turns, on_host)
             self._next_slot = (self._next_slot + ring.chunks) % staging.slots
         expected = expected_sums(chain, layout, addresses, ring.addresses)
         pull = ring_to_proto(replace(ring, expected=expected))
@@ -417,10 +419,16 @@ def source_spans(chain: pb.SourceChain) -> SourceSpans:
     run = chain.spans
     if len(run.pages) != 1:
         raise LayoutMismatch(f"a source chain of {len(run.pages)} page classes; a hand-off reads chains of one")
+    pages = numbers(run.pages[0].device_pages, "spans.device_pages")
+    if run.pages[0].host_pages:
+        host = numbers(run.pages[0].host_pages, "spans.host_pages")
+        if len(host) != len(pages) or ((pages == NO_PAGE) & (host == NO_PAGE)).any():
+            raise LayoutMismatch(f"{len(pages)} source pages, of which some are on no tier")
+        pages = np.where(pages == NO_PAGE, host + ON_HOST, pages)
     return SourceSpans(
         len(chain.ranks),
         unpack_u64(run.first_tokens, "spans.first_tokens").astype(np.int64),
         numbers(run.segments, "spans.segments"),
         numbers(run.interleave, "spans.interleave"),
-        numbers(run.pages[0].device_pages, "spans.device_pages"),
+        pages,
     )

@@ -143,12 +143,20 @@ class NodeCollector(Collector):
     """Asks the core when it is asked itself. What does not answer in time is left out, and `kvmanager_up` is 0."""
 
     def __init__(
-        self, look: Callable[[Callable[[Node], NodeView]], NodeView], node: str, state: Callable[[], str]
+        self,
+        look: Callable[[Callable[[Node], NodeView]], NodeView],
+        node: str,
+        state: Callable[[], str],
+        peers: Callable[[], dict[str, int]] = dict,
     ) -> None:
-        """`look(f)` runs f in the core's thread; it raises NotReady when that takes too long."""
+        """`look(f)` runs f in the core's thread; it raises NotReady when that takes too long.
+
+        `peers()`: those that the mover pulled from, by the way of their chunks.
+        """
         self._look = look
         self._node = node
         self._state = state
+        self._peers = peers
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: the registry must not ask the core when it is made."""
@@ -163,6 +171,9 @@ class NodeCollector(Collector):
         for name in ("starting", "serving", "draining"):
             life.add_metric([name], int(name == self._state()))
         yield life
+        text = "Peers that the mover pulled from, by the way their chunks take; measured: not decided yet."
+        paths = [((path,), count) for path, count in self._peers().items()]
+        yield _gauge("kvmanager_pull_peers", text, ("path",), paths)
         try:
             seen: NodeView | None = self._look(view)
         except NotReady:

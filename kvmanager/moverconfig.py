@@ -31,6 +31,8 @@ class MoverSection:
 
     both_ways_gb_per_s: what write-back keeps to in sum with all else, so that it takes what onboarding leaves.
 
+    return_path: whether decode groups give tickets too, so that what was made there can go back to a prefill node.
+
     pull_path: how chunks of pulls come, through staging or straight to their pages (see `transport.paths`).
     """
 
@@ -42,6 +44,7 @@ class MoverSection:
     to_device_gb_per_s: float = 0.0
     both_ways_gb_per_s: float = 0.0
     pull_path: str = PullPath.MEASURED
+    return_path: bool = False
 
     @property
     def rates(self) -> LinkRates:
@@ -64,4 +67,5 @@ MOVER: Final[Mapping[str, parse.Parser]] = {
     "to_device_gb_per_s": parse.rate,
     "both_ways_gb_per_s": parse.rate,
     "pull_path": parse.choice(*PullPath),
+    "return_path": parse.switch,
 }

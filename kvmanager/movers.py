@@ -33,7 +33,7 @@ from kvmanager.moverlink import MoverLink, mover_socket
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.pulls import pull_of
 from kvmanager.transport.pacing import NO_LIMITS, LinkRates
-from kvmanager.transport.paths import PEERS
+from kvmanager.transport.paths import PEERS, PullPath
 from kvmanager.units import GIB
 from kvmanager.wire import RegionKind, error_from_proto, unpack_u64
 
@@ -162,6 +162,11 @@ class Mover:
                 outstanding=len(self._outstanding),
                 paths=tuple(self._paths.values()) if known.incarnation else (),
             )
+
+    def peers_by_path(self) -> dict[str, int]:
+        """Peers that it pulled from, counted by the way their chunks take."""
+        chosen = [path.chosen for path in self.info.paths]
+        return {path.value: chosen.count(path.value) for path in PullPath}
 
     def pace(self, rates: LinkRates) -> None:
         """The mover keeps to these from now on, and so does the next one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from typing import Final
 
 import grpc
@@ -21,10 +22,10 @@ from kvmanager.core.events import (
     TicketPages,
 )
 from kvmanager.core.node import Node
-from kvmanager.core.spec import ChainSpec, GroupSpec, Placement
+from kvmanager.core.spec import ChainSpec, GroupSpec, PageClass, Placement
 from kvmanager.core.tickets import tenant_of
 from kvmanager.core.verification import ticket_sums
-from kvmanager.errors import LayoutMismatch, NotReady, StaleBoot, StalePage, UnknownLease
+from kvmanager.errors import NotReady, StaleBoot, StalePage, UnknownLease
 from kvmanager.geometry import Int64Array
 from kvmanager.killpoints import reach
 from kvmanager.loop import OwnerLoop
@@ -101,11 +102,6 @@ class PeerService(pb_grpc.PeerServicer):
         holder = _holder(self._callers.who(context, "peer"))
         ticket_id = request.ticket.ticket_id
         group, pages = self._loop.inspect(lambda node: _group_of(node, ticket_id))
-        for chain in self._groups[group].chains:
-            if len(chain.classes) != 1:
-                raise LayoutMismatch(
-                    f"group {group} keeps its KV in {len(chain.classes)} page classes; export from a sharded group"
-                )
         answer: TicketPages = self._loop.call(AcceptTicket(ticket_id, holder, request.tenant))
         sums = self._loop.inspect(lambda node: ticket_sums(node.state, ticket_id))
         agent = self._mover.agent()
@@ -117,8 +113,9 @@ class PeerService(pb_grpc.PeerServicer):
             agent_name=agent.name,
             mover_incarnation=agent.incarnation,
             chains=[
-                _source_chain(chain, table, summed, pages[chain.classes[0].device_pool], info.addresses)
+                _source_chain(chain, page_class, table, summed, pages[page_class.device_pool], info.addresses)
                 for chain, table, summed in zip(self._groups[group].chains, answer.spans, sums, strict=True)
+                for page_class in chain.classes
             ],
             generations=pack_u32(answer.generations),
             packed=self._mover.device != "cpu",
@@ -167,24 +164,31 @@ def _holder(identity: ClientIdentity) -> str:
 
 def _source_chain(
     chain: ChainSpec,
+    page_class: PageClass,
     table: SpanRunTable,
     summed: tuple[Int64Array, SumArray],
     pages: int,
     addresses: dict[int, int],
 ) -> pb.SourceChain:
-    """`pages`: of a rank's device pool."""
-    (page_class,) = chain.classes
+    """One class of a chain's pages. `pages`: of a rank's device pool."""
     # Every rank of a replicated chain holds all of it: one of them is read.
     regions = page_class.device_regions if chain.placement is Placement.SHARDED else page_class.device_regions[:1]
-    summed_pages, sums = summed
+    # Of several classes nobody knows sums: they are of host copies, and most of what is read here has none.
+    summed_pages, sums = summed if len(chain.classes) == 1 else (summed[0][:0], summed[1][:0, : len(regions)])
+    host = page_class.host_regions or (0,) * len(regions)
     return pb.SourceChain(
         layout=layout_to_proto(page_class.layout),
-        spans=span_run(table),
+        spans=span_run(replace(table, pages={page_class.name: table.pages[page_class.name]})),
         summed_pages=pack_u32(summed_pages),
         sums=pack_u64(sums[:, : len(regions)].reshape(-1)),
         ranks=[
-            pb.SourceRank(rank=rank, base_address=addresses[region], size_bytes=pages * page_class.layout.page_bytes)
-            for rank, region in enumerate(regions)
+            pb.SourceRank(
+                rank=rank,
+                base_address=addresses[region],
+                size_bytes=pages * page_class.layout.page_bytes,
+                host_base_address=addresses.get(on_host, 0),
+            )
+            for rank, (region, on_host) in enumerate(zip(regions, host, strict=False))
         ],
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +36,16 @@ def pull_of(work_id: int) -> int:
     return work_id - work_id % PULL_PARTS
 
 
+ON_HOST: Final = 1 << 40
+"""Added to the numbers of source pages that lie on the host alone."""
+
+
 @dataclass(frozen=True)
 class SourceSpans:
     """The source's spans in token order: first_tokens, segments, interleave int64[spans]; pages int64[...] flat.
 
-    `ranks`: ranks of the source's pool. Page k of a span is entry k // ranks of its pages, on rank k % ranks.
+    `ranks`: ranks of the source's pool. Page k of a span is entry k // ranks of its pages, on rank k % ranks. A page
+    from `ON_HOST` on lies in the host pool.
     """
 
     ranks: int
@@ -156,8 +162,11 @@ def build_pull(
     staging: Staging,
     first_slot: int,
     may_turn: bool = False,
+    host_addresses: Sequence[int] = (),
 ) -> RingPull:
     """Pages in the order of the source's spans. `addresses[r]`: base of rank r's region in the source mover.
+
+    `host_addresses`: likewise, of pages on the host.
 
     Every position of every target is placed exactly once; a page that holds no wanted position is not read.
     `may_turn`: the source can turn pages, and is asked to where that makes rows into runs; spans come whole then.
@@ -175,7 +184,8 @@ def build_pull(
             wanted = wanted.reshape(-1, run.order.segments).any(axis=1).repeat(run.order.segments)
         numbers = pages_before + np.cumsum(wanted) - 1
         staged.append(SpanRun(run.first_token, order, (STAGING_REGION,), numbers))
-        read.append(_addresses(run, np.flatnonzero(wanted), addresses, source_layout.page_bytes))
+        bases = addresses, host_addresses or addresses
+        read.append(_addresses(run, np.flatnonzero(wanted), bases, source_layout.page_bytes))
         pages_before += int(wanted.sum())
     copies: list[PagedCopies] = []
     for each in targets:
@@ -237,13 +247,15 @@ def _torn(first: int, skipped: int, last: int, rest: int, span_tokens: int) -> l
 
 
 def _addresses(
-    run: SpanRun, wanted: Int64Array, addresses: Sequence[int], page_bytes: int
+    run: SpanRun, wanted: Int64Array, bases: tuple[Sequence[int], Sequence[int]], page_bytes: int
 ) -> npt.NDArray[np.uint64]:
-    """Where the wanted pages, counted over all spans of the run, begin in the source mover."""
+    """Where the wanted pages, counted over all spans of the run, begin in the source mover. `bases`: by tier."""
     span, page = np.divmod(wanted, run.order.segments)
     entry, rank = np.divmod(page, len(run.regions))
     pages = run.pages[span * run.width + entry]
-    begins: npt.NDArray[np.uint64] = np.asarray(addresses, np.uint64)[rank] + (pages * page_bytes).astype(np.uint64)
+    tier, page = np.divmod(pages, ON_HOST)
+    starts: npt.NDArray[np.uint64] = np.asarray(bases, np.uint64)[tier, rank]
+    begins: npt.NDArray[np.uint64] = starts + (page * page_bytes).astype(np.uint64)
     return begins
 
 

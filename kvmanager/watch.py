@@ -53,6 +53,10 @@ class Pinged(Protocol):
         """Time since the last sign."""
         ...
 
+    def peers_by_path(self) -> dict[str, int]:
+        """Peers that it pulled from, counted by the way their chunks take."""
+        ...
+
 
 class Watch:
     """Looks at the node every `probe_ms`. `servicer` is told of what is ready; so are HTTP probes where they listen."""
@@ -100,7 +104,7 @@ class Watch:
     def start(self, loop: Loop, mover: Pinged) -> None:
         """Begins to look, and to answer probes."""
         self._loop, self._mover = loop, mover
-        self.registry.register(NodeCollector(self._look, self._name, self._state))
+        self.registry.register(NodeCollector(self._look, self._name, self._state, mover.peers_by_path))
         if self._http is not None:
             self._http.start()
         self._thread.start()

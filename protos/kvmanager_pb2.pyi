@@ -2103,22 +2103,26 @@ class SourceRank(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     BASE_ADDRESS_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_BASE_ADDRESS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """index of the rank in the source's shard group"""
     base_address: _builtins.int
     """address, in bytes, of the rank's region in the source mover's process"""
     size_bytes: _builtins.int
     """bytes that may be read from there on"""
+    host_base_address: _builtins.int
+    """address, in bytes, likewise of pages that lie on the host alone"""
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
         base_address: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
+        host_base_address: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_address", b"base_address", "rank", b"rank", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_address", b"base_address", "host_base_address", b"host_base_address", "rank", b"rank", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2126,7 +2130,7 @@ Global___SourceRank: _TypeAlias = SourceRank  # noqa: Y015
 
 @_typing.final
 class SourceChain(_message.Message):
-    """One chain of the source's spans."""
+    """One chain of the source's spans; of a chain of several page classes one each."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

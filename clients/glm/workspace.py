@@ -34,14 +34,10 @@ class FullCopy:
 
 
 class Workspace:
-    """Device memory for two full copies; one step holds it at a time.
+    """Device memory for two full copies; one step holds it at a time. `memory`: uint8, one dimension."""
 
-    `memory`: uint8, one dimension. `pool`: its line in an account, for refusals.
-    """
-
-    def __init__(self, memory: Tensor, pool: str = "workspace") -> None:
+    def __init__(self, memory: Tensor) -> None:
         self._memory = memory
-        self._pool = pool
         self.held = False
         """Whether a step has it."""
         self.leases = 0
@@ -58,7 +54,7 @@ class Workspace:
         if needed > len(self._memory):
             raise PoolExhausted(
                 f"a step over {rows} rows needs {needed} bytes of workspace; it has {len(self._memory)}",
-                pool=self._pool,
+                pool="workspace",
                 needed=needed,
                 free=len(self._memory),
             )

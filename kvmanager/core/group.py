@@ -233,10 +233,26 @@ class Group:
         return next(i for i, c in enumerate(chain.spec.classes) if c.name == name)
 
     def generations(self, chain: Chain, rows: Sequence[int]) -> npt.NDArray[np.uint32]:
-        """Generations of the device pages of the rows, class by class, in table order; uint32."""
+        """What pages the rows lie on, as uint32: generations of their device pages, class by class, in table order.
+
+        In a group whose pages move under their readers, pages on the host alone count too, and page numbers follow.
+        """
         index = np.asarray(rows, np.int64)
+        if self.spec.sparse is not None:
+            return self._places(chain, index)
         parts = [
             chain.pool(c, DEVICE).spaces[page_class.name].generation[chain.table.page_lists(c, DEVICE, index)]
             for c, page_class in enumerate(chain.spec.classes)
         ]
         return np.concatenate(parts)
+
+    def _places(self, chain: Chain, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+        """A row that has moved, even to a page of the same generation, differs."""
+        parts = []
+        for c, page_class in enumerate(chain.spec.classes):
+            resident = chain.table.copies[c, DEVICE, rows] != ABSENT
+            for tier, mine in ((DEVICE, rows[resident]), (HOST, rows[~resident])):
+                if len(mine):
+                    pages = chain.table.page_lists(c, tier, mine)
+                    parts += [chain.pool(c, tier).spaces[page_class.name].generation[pages], (pages << 1) + tier]
+        return np.concatenate(parts).astype(np.uint32)

@@ -229,6 +229,7 @@ class Limits:
     bytes, so that they have the link. writeback_tries: how often a span's host copy is tried in a row.
     reconsidered_spans: how many spans that the host had no room for are ranked again on a tick.
     checksums: of how many spans one has its host copy summed up; 1: all, 0: none.
+    return_path: whether decode groups give tickets too, so that KV made there can go back to a prefill node.
     clean_share: of a device pool, what should be free or have a host copy while host room is short.
     """
 
@@ -249,6 +250,7 @@ class Limits:
     ticket_ttl_ns: int = 30_000_000_000
     ticket_grace_ns: int = 5_000_000_000
     pull_deadline_ns: int = 20_000_000_000
+    return_path: bool = False
     retry_after_ns: int = 20_000_000
     fence_after_ns: int = 30_000_000_000
     stall_after_ns: int = 120_000_000_000

@@ -17,7 +17,7 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.rows import RowList
-from kvmanager.core.spans import ABSENT, DEVICE
+from kvmanager.core.spans import ABSENT, DEVICE, HOST, READY
 from kvmanager.core.spec import GroupSpec
 from kvmanager.core.state import Engine, State, Ticket
 from kvmanager.errors import (
@@ -43,6 +43,8 @@ def export(state: State, event: ExportRequestKV) -> Exported:
         raise InvalidArgument(f"ticket {event.ticket_id} was given already")
     expected = max(event.expected_tokens, request.committed_tokens)
     _check_expected(request, expected)
+    if state.groups[engine.group].spec.sparse is not None and expected > request.committed_tokens:
+        raise InvalidArgument(f"request {event.request_id} is of a decode rank: tickets of those do not grow")
     ttl = state.limits.ticket_ttl_ns
     ticket = state.tickets[event.ticket_id] = Ticket(
         event.ticket_id,
@@ -103,8 +105,10 @@ def _of(ticket: Ticket, request: Request) -> bool:
 
 def _check_exportable(state: State, engine: Engine, request: Request) -> None:
     spec = state.groups[engine.group].spec
-    if spec.sparse is not None:
-        raise InvalidArgument(f"group {spec.name} keeps pages on the host alone; only whole pages in HBM are exported")
+    if spec.sparse is not None and not state.limits.return_path:
+        raise InvalidArgument(
+            f"group {spec.name} is of a decode rank: its KV goes back only where [mover] return_path = true"
+        )
     check_one_part(spec)
     if request.phase is Phase.WAITING:
         raise NotReady(f"request {request.request_id} waits for bytes; export it when it runs")
@@ -125,8 +129,11 @@ def check_one_part(spec: GroupSpec) -> None:
 def _covering(part: RequestChain, tokens: int) -> list[int]:
     table, rows = part.chain.table, part.rows.array
     held = rows[table.first_token[rows] < tokens]
-    # An exporting request holds pins on its spans, so their device pages can't have left.
-    assert (table.copies[:, DEVICE, held] != ABSENT).all()
+    # An exporting request holds pins on its spans, so their device pages can't have left, except to the host.
+    there = table.copies[:, DEVICE, held] != ABSENT
+    if part.chain.swaps:
+        there |= table.copies[:, HOST, held] == READY
+    assert there.all()
     rows_held: list[int] = held.tolist()
     return rows_held
 

@@ -45,6 +45,7 @@ from kvmanager.errors import (
 from kvmanager.layout import GLM53, GLM53_TINY
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
+from kvmanager.transport.paths import PullPath
 from kvmanager.wire import error_from_rpc
 
 TENANT = f"uid {os.getuid()}"
@@ -52,7 +53,7 @@ TENANT = f"uid {os.getuid()}"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Iterator[Node]:
-    lease = "ticket_ttl_ms = 800\ngrace_ms = 100"
+    lease = "ticket_ttl_ms = 2000\ngrace_ms = 100"
     with node(tmp_path_factory.mktemp("source"), "prefill", prefill_toml, pages=64, lease=lease) as running:
         yield running
 
@@ -131,6 +132,11 @@ def test_bytes_arrive_and_the_ticket_is_over(
     latent_bytes = GLM53_TINY.latent_page_bytes(16)
     sources = [rank.classes["kv"].device for rank in prefill.workers.ranks]
     pages = device_pages(opened, "latent")
+    (path,) = target.admin.transfers().paths
+    (mover,) = target.admin.status().movers
+    assert [each.SerializeToString() for each in mover.pull_paths] == [path.SerializeToString()]
+    assert path.chosen in {*map(str, PullPath)}
+    assert path.ring_bytes_per_s + path.direct_bytes_per_s > 0
     wait_for(lambda: not source.admin.leases().leases)
     again = prefill.open(open_of(9, tokens_of(1, 2 * SPAN + 1), growth=0))
     for place, page in enumerate(pages.tolist()):

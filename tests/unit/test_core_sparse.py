@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from kvmanager.core.events import ExportRequestKV, Open, TicketInfo, Trim
+from kvmanager.core.events import AcceptTicket, CheckTicket, ExportRequestKV, Open, ReleaseTicket, TicketInfo, Trim
 from kvmanager.core.pool import PageState
 from kvmanager.core.residency import first_resident
-from kvmanager.errors import InvalidArgument
+from kvmanager.core.spec import Limits
+from kvmanager.errors import InvalidArgument, StalePage
 from kvmanager.geometry import SEQUENTIAL
 from tests.sim.driver import Client, Driver, chain_keys
 from tests.sim.worlds import SOURCE_ORDER, Regions, hisparse
@@ -235,10 +236,48 @@ def test_long_decode_inside_its_promise():
     driver.leave(client)
 
 
-def test_a_decode_group_exports_nothing():
+def test_a_decode_group_exports_nothing_unless_it_is_told_to():
     driver, client = decode(40)
     client.open(1, 8, "a")
     client.commit(1, 8)
     client.run()
     assert isinstance(driver.apply(ExportRequestKV("e", client.epoch, 1, "t")), InvalidArgument)
+    driver.leave(client)
+
+
+def returning(slabs: int) -> tuple[Driver, Client]:
+    groups = [hisparse(Regions({}), "d", slabs, 200, SOURCE_ORDER, 2)]
+    driver = Driver(groups, Limits(return_path=True))
+    return driver, Client(driver, "d")
+
+
+def test_a_returned_request_is_read_where_it_lies_and_a_move_is_found():
+    """A ticket keeps content, not places: under pressure latents leave HBM, and what was read before is not used."""
+    driver, client = returning(40)
+    client.open(1, 100, "a")
+    client.commit(1, 100)
+    client.run()
+    driver.end_all()
+    growing = driver.apply(ExportRequestKV("e", client.epoch, 1, "g", expected_tokens=104))
+    assert isinstance(growing, InvalidArgument)
+    assert driver.apply(ExportRequestKV("e", client.epoch, 1, "t")).committed_tokens == 100
+    pages = driver.apply(AcceptTicket("t", "h"))
+    (table,) = pages.spans
+    assert {name: len(device) for name, (device, _) in table.pages.items()} == {"latent": 25, "indexer": 25}
+    assert (table.pages["latent"][0] >= 0).all()
+    driver.apply(CheckTicket("t", pages.generations))
+    other = client.open(2, 60, "b")
+    for _ in range(4):
+        client.step()
+        client.run()
+        driver.end_all()
+        if other.state == "refused":
+            other = client.open(2, 60, "b")
+    moved = driver.apply(AcceptTicket("t", "h"))
+    device, host = moved.spans[0].pages["latent"]
+    assert (device < 0).any(), "some have left HBM"
+    assert ((device >= 0) | (host >= 0)).all()
+    assert isinstance(driver.apply(CheckTicket("t", pages.generations)), StalePage)
+    driver.apply(CheckTicket("t", moved.generations))
+    driver.apply(ReleaseTicket("t", "h"))
     driver.leave(client)
