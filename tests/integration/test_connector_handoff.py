@@ -56,7 +56,7 @@ def decode(target: Node) -> Iterator[ConnectorEngine]:
 
 
 def test_blocks_that_were_stored_before_are_handed_over_with_their_sums(
-    source: Node, target: Node, prefill: ConnectorEngine, decode: ConnectorEngine
+    source: Node, prefill: ConnectorEngine, decode: ConnectorEngine
 ) -> None:
     """The first blocks of the prompt lie in the cache already, stored by leases with checksums."""
     tokens = prompt(77)
