@@ -211,9 +211,10 @@ def test_what_finds_no_room_waits_in_order() -> None:
 
 
 def test_what_never_fits_is_refused_at_once_and_holds_nobody_up() -> None:
-    room, source = Room(10 * 64), Given((0, 1, 1), (1, 5, 11), (1, 5, 4))
+    room, source = Room(10 * 64), Given((0, 10, 1), (1, 5, 11), (1, 5, 4))
     _, counted = _run(room, source, 3)
     assert [served.refused for served in counted] == [False, True, False]
+    assert source.ends[2] == 6, "while the first still runs"
     assert room.settled == 0
 
 
