@@ -12,7 +12,6 @@
 #define FOUND (BINS + 1)
 #define COUNTERS 512
 #define AT_ONCE 8
-#define AHEAD 4
 #define LOW (32 - BITS)
 #define FULL 0xffffffffu
 
@@ -87,29 +86,20 @@ extern "C" __global__ void __launch_bounds__(COUNTERS) histogram(
     const float *line = scores + row * stride;
     int bin = -1;
     unsigned seen = 0;  // keys of the same bin in a row: many equal scores must not queue for one counter
-    for (int base = first; base < last; base += 4 * AHEAD * blockDim.x) {
-        float4 fours[AHEAD];  // all asked for before the first is counted
+    for (int at = first + 4 * threadIdx.x; at < last; at += 4 * blockDim.x) {
+        const float4 four = *(const float4 *)(line + at);
+        const float values[4] = {four.x, four.y, four.z, four.w};
         #pragma unroll
-        for (int n = 0; n < AHEAD; ++n) {
-            const int at = base + 4 * (n * blockDim.x + threadIdx.x);
-            if (at < last) fours[n] = *(const float4 *)(line + at);
-        }
-        #pragma unroll
-        for (int n = 0; n < AHEAD; ++n) {
-            const int at = base + 4 * (n * blockDim.x + threadIdx.x);
-            const float values[4] = {fours[n].x, fours[n].y, fours[n].z, fours[n].w};
-            #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const unsigned key = key_of(values[i]);
-                if (at + i >= last || !counts(key)) continue;
-                const int next = key >> LOW;
-                if (next != bin) {
-                    if (seen) atomicAdd(&own[bin], seen);
-                    bin = next;
-                    seen = 0;
-                }
-                ++seen;
+        for (int i = 0; i < 4; ++i) {
+            const unsigned key = key_of(values[i]);
+            if (at + i >= last || !counts(key)) continue;
+            const int next = key >> LOW;
+            if (next != bin) {
+                if (seen) atomicAdd(&own[bin], seen);
+                bin = next;
+                seen = 0;
             }
+            ++seen;
         }
     }
     if (seen) atomicAdd(&own[bin], seen);
