@@ -241,8 +241,8 @@ def test_a_ticket_that_nobody_accepts_expires_by_itself(
     ticket = export(prefill, 1, seed=6)
     pinned = source.held()[f"{GROUP}/hbm"][-2]
     assert pinned == 2 * 2 * PAGE_BYTES
-    time.sleep(1.6)
-    assert list(source.admin.leases().leases) == []
+    time.sleep(2.5)
+    wait_for(lambda: list(source.admin.leases().leases) == [])
     assert source.held()[f"{GROUP}/hbm"][-2] == 0
     assert source.counters()["expired_ticket"] == expired + 1
     before = target.pools()
