@@ -34,10 +34,14 @@ class FullCopy:
 
 
 class Workspace:
-    """Device memory for two full copies; one step holds it at a time. `memory`: uint8, one dimension."""
+    """Device memory for two full copies; one step holds it at a time.
 
-    def __init__(self, memory: Tensor) -> None:
+    `memory`: uint8, one dimension. `pool`: its line in an account, for refusals.
+    """
+
+    def __init__(self, memory: Tensor, pool: str = "workspace") -> None:
         self._memory = memory
+        self._pool = pool
         self.held = False
         """Whether a step has it."""
         self.leases = 0
@@ -54,7 +58,7 @@ class Workspace:
         if needed > len(self._memory):
             raise PoolExhausted(
                 f"a step over {rows} rows needs {needed} bytes of workspace; it has {len(self._memory)}",
-                pool="workspace",
+                pool=self._pool,
                 needed=needed,
                 free=len(self._memory),
             )

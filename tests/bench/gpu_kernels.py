@@ -48,7 +48,7 @@ TILINGS: tuple[Tiling | None, ...] = (
 )  # fmt: skip
 INDEX_TILINGS = (
     IndexTiling(stages=4, blocks=3, registers=None), IndexTiling(stages=3, blocks=3, registers=None),
-    IndexTiling(stages=4), IndexTiling(stages=2),
+    IndexTiling(stages=4), IndexTiling(stages=3), IndexTiling(stages=1),
 )  # fmt: skip
 SHARDS = 8
 

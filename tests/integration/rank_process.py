@@ -14,17 +14,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from mode_engine import LAYOUT, MODES
+from mode_engine import LAYOUT, MODES, ROWS, model_of
 
 from kvmanager.clients.glm.attention import ShortPrompts
 from kvmanager.clients.glm.decode import verify_step
+from kvmanager.clients.glm.lent_workspace import LentWorkspace
+from kvmanager.clients.glm.pcp_rank import prefill_over_shards
 from kvmanager.clients.glm.ranks import RankGroup
 from kvmanager.clients.glm.shard_store import ShardStore
 from kvmanager.clients.glm.torch_ranks import join_ranks
+from kvmanager.clients.glm.workspace import GatheredStore, Workspace
 from kvmanager.clients.worker import WorkerGroup, connect_worker
-from kvmanager.errors import KVError
+from kvmanager.errors import KVError, PoolExhausted
 from kvmanager.protos import kvmanager_pb2 as pb
-from tests.glm_ranks import DRAFTS
+from tests.glm_ranks import DRAFTS, MAIN_LAYERS
 
 MODE = MODES["PCPxDCP"]
 
@@ -32,8 +35,8 @@ MODE = MODES["PCPxDCP"]
 class Rank:
     """What it does when it is told to."""
 
-    def __init__(self, workers: WorkerGroup, ranks: RankGroup) -> None:
-        self._workers, self._ranks = workers, ranks
+    def __init__(self, workers: WorkerGroup, ranks: RankGroup, space: Workspace) -> None:
+        self._workers, self._ranks, self._space = workers, ranks, space
         (self._worker,) = workers.ranks
         self._store = ShardStore(self._worker.classes["kv"].device, LAYOUT, MODE.geometry, self._worker.rank)
 
@@ -46,7 +49,13 @@ class Rank:
         return {}
 
     def prefill(self, tokens: list[int], start: int, following: list[int]) -> dict[str, Any]:
-        hidden = MODE.prefill(self._ranks, self._store, tokens, start, following, ShortPrompts.MQA)
+        store = GatheredStore(self._store, self._ranks, self._space, MAIN_LAYERS)
+        leases = self._space.leases
+        try:
+            hidden = prefill_over_shards(model_of(ShortPrompts.MQA), store, self._ranks, tokens, start, following)
+        except PoolExhausted as refusal:  # nothing was written: the step has not begun
+            return {"refused": refusal.pool, "needed": refusal.needed, "free": refusal.free}
+        assert self._space.leases == leases + 1, "one lease a step"
         return {"hidden": hidden.tolist()}
 
     def decode(self, fed: list[int], rows: int) -> dict[str, Any]:
@@ -72,15 +81,17 @@ def say(**words: Any) -> None:
 def main(runtime_dir: str, engine: str, epoch: str, rank: str, size: str, meeting: str) -> None:
     torch.set_num_threads(1)
     workers = WorkerGroup([connect_worker(Path(runtime_dir), engine, int(epoch), int(rank))])
+    lent = LentWorkspace(Path(runtime_dir), f"workspace-{rank}", engine, int(rank), ROWS)
     try:
         with join_ranks(Path(meeting), int(rank), int(size), timeout_s=120.0) as ranks:
-            one = Rank(workers, ranks)
+            one = Rank(workers, ranks, lent.space)
             say(attached=True)
             for line in sys.stdin:
                 order = json.loads(line)
                 say(**getattr(one, order.pop("do"))(**order))
     except KVError as error:
         say(error=type(error).__name__, message=str(error))
+    lent.close()
     workers.detach()
 
 

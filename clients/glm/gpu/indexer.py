@@ -27,7 +27,7 @@ class IndexTiling:
     """
 
     queries: int = 4
-    stages: int = 3
+    stages: int = 2
     warps: int = 4
     tiles: int | None = None
     blocks: int = 4
