@@ -164,6 +164,7 @@ class GroupSection:
     offload_bytes_per_rank: int = 0
     trust: str = ""
     scrub: bool = False
+    bounce_bytes_per_rank: int = 0
 
     @property
     def kv_format(self) -> KVFormat:
@@ -215,8 +216,8 @@ class GroupSection:
 
     @property
     def planned_bytes(self) -> int:
-        """Device and host pools of all ranks."""
-        return self.ranks * (self.hbm_bytes_per_rank + self.host_bytes_per_rank)
+        """Device and host pools and bounce regions of all ranks."""
+        return self.ranks * (self.hbm_bytes_per_rank + self.host_bytes_per_rank + self.bounce_bytes_per_rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +313,7 @@ class NodeConfig:
         HBM pools on a GPU are not host memory; whether they fit shows when they are made. Raises ConfigError
         naming both figures and the key that takes the most.
         """
-        host_keys = ["host_bytes_per_rank"] if self.node.device != "cpu" else _POOL_KEYS
+        host_keys = _POOL_KEYS[1:] if self.node.device != "cpu" else _POOL_KEYS
         parts = {"[mover] staging_bytes": self.mover.staging_bytes}
         for group in self.groups:
             for key in host_keys:
@@ -328,7 +329,7 @@ class NodeConfig:
         )
 
 
-_POOL_KEYS: Final = ["hbm_bytes_per_rank", "host_bytes_per_rank"]
+_POOL_KEYS: Final = ["hbm_bytes_per_rank", "host_bytes_per_rank", "bounce_bytes_per_rank"]
 _TABLES: Final[Mapping[str, type[Any]]] = {
     "node": NodeSection,
     "lease": LeaseSection,
@@ -408,6 +409,7 @@ _PARSERS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
         "offload_bytes_per_rank": parse.size,
         "trust": parse.text,
         "scrub": parse.switch,
+        "bounce_bytes_per_rank": parse.size,
     },
 }
 

@@ -24,10 +24,7 @@ def check_keys_of_kind(group: GroupSection, table: Mapping[str, object], where: 
         if group.kind != "hisparse" and key in table:
             raise ConfigError(f"{where} {key}: only a group of kind \"hisparse\" has it; remove it")
     _check_split(group, table, where)
-    if group.kind == "cache" and group.host_region:
-        raise ConfigError(f"{where} host_region: engines read a cache group's pages in place; it shares none")
-    if group.kind == "cache" and "hbm_bytes_per_rank" in table:
-        raise ConfigError(f"{where} hbm_bytes_per_rank: a cache group has no device memory; remove it")
+    _check_cache(group, table, where)
     if group.kind != "cache" and "hbm_bytes_per_rank" not in table:
         raise ConfigError(f"missing key 'hbm_bytes_per_rank' in {where}")
     for key in _HOST_KEYS:
@@ -35,6 +32,19 @@ def check_keys_of_kind(group: GroupSection, table: Mapping[str, object], where: 
             raise ConfigError(f"{where} {key}: an engine group has device memory only; remove it")
     if group.kind != "engine" and "host_bytes_per_rank" not in table:
         raise ConfigError(f"missing key 'host_bytes_per_rank' in {where}")
+
+
+def _check_cache(group: GroupSection, table: Mapping[str, object], where: str) -> None:
+    """What only groups of engines with memory of their own have, and what they have not."""
+    if group.kind != "cache" and "bounce_bytes_per_rank" in table:
+        raise ConfigError(f'{where} bounce_bytes_per_rank: only a group of kind "cache" has it; remove it')
+    if group.kind == "cache" and group.host_region and not group.bounce_bytes_per_rank:
+        raise ConfigError(
+            f"{where} host_region: engines read a cache group's pages in place, so it shares none; with "
+            "bounce_bytes_per_rank they would map that much in place of it"
+        )
+    if group.kind == "cache" and "hbm_bytes_per_rank" in table:
+        raise ConfigError(f"{where} hbm_bytes_per_rank: a cache group has no device memory; remove it")
 
 
 def _check_split(group: GroupSection, table: Mapping[str, object], where: str) -> None:
@@ -62,6 +72,8 @@ def check_group(group: GroupSection, where: str) -> None:
         raise ConfigError(f"{where} interleave: every rank holds all tokens, nothing is dealt out; remove it")
     if group.kind == "cache":
         _check_holds(group.host_bytes_per_rank, group.unit_bytes, f"{where} host_bytes_per_rank", "one page")
+        if group.bounce_bytes_per_rank:
+            _check_holds(group.bounce_bytes_per_rank, group.unit_bytes, f"{where} bounce_bytes_per_rank", "one page")
         return
     if group.kind == "engine" and group.ranks != 1:
         raise ConfigError(f"{where} ranks: {group.ranks}, but an engine group is of one worker; write ranks = 1")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvmanager.config import GroupSection, NodeConfig
 from kvmanager.core.spec import (
+    BOUNCE,
     ChainSpec,
     GroupSpec,
     Inclusion,
@@ -66,6 +67,8 @@ def plan_memory(config: NodeConfig) -> NodeMemory:
     made: dict[str, tuple[int, ...]] = {}
     for section in config.groups:
         device = _regions(regions, section, RegionKind.DEVICE, section.hbm_units, config.node.device)
+        bounce_units = section.bounce_bytes_per_rank // section.unit_bytes
+        device += _regions(regions, section, RegionKind.HOST, bounce_units, config.node.device, BOUNCE)
         if section.host_region:
             region = shared[section.host_region]
             if region.name not in made:
@@ -190,16 +193,28 @@ def _hisparse(section: GroupSection, device: tuple[int, ...], host: tuple[int, .
 def _cache(section: GroupSection, device: tuple[int, ...], host: tuple[int, ...]) -> GroupSpec:
     """Host memory that engines fill and read by leases; every rank keeps its own part of a page under one index.
 
-    The core's device tier is this pool: there is nowhere for its pages to be offloaded to.
+    The core's device tier is this pool: there is nowhere for its pages to be offloaded to. `device`: a bounce region on
+    each rank, which engines map instead; then it is that, and the pool is the host tier, each rank's part in its share.
     """
-    assert not device
     pool = pool_name(section.name, RegionKind.HOST)
     layout = plain_layout(section.kv_format, section.page_rows)
+    if device:
+        return _bounced(section, PageClass("kv", layout, f"{section.name}/{BOUNCE}", device, pool, host))
     chain = ChainSpec(
         "main", Placement.REPLICATED, section.ranks, section.page_rows, SEQUENTIAL, SEQUENTIAL,
         (PageClass("kv", layout, pool, host),),
     )  # fmt: skip
     pools = (PoolSpec(pool, "host", section.ranks, section.host_units, section.unit_bytes, (("kv", 1),)),)
+    return GroupSpec(section.name, section.ranks, section.page_rows, section.kv_format, (chain,), pools)
+
+
+def _bounced(section: GroupSection, page_class: PageClass) -> GroupSpec:
+    chain = ChainSpec("main", Placement.SHARDED, 1, section.page_rows, SEQUENTIAL, SEQUENTIAL, (page_class,))
+    bounce_units, one = section.bounce_bytes_per_rank // section.unit_bytes, (("kv", 1),)
+    pools = (
+        PoolSpec(page_class.device_pool, BOUNCE, section.ranks, bounce_units, section.unit_bytes, one),
+        PoolSpec(page_class.host_pool, "host", section.ranks, section.host_units, section.unit_bytes, one),
+    )
     return GroupSpec(section.name, section.ranks, section.page_rows, section.kv_format, (chain,), pools)
 
 

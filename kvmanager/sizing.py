@@ -22,7 +22,7 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.extents import PoolExtents
 from kvmanager.core.node import Node
-from kvmanager.core.spec import GroupSpec, Limits, PoolSpec
+from kvmanager.core.spec import BOUNCE, GroupSpec, Limits, PoolSpec
 from kvmanager.errors import CapacityError
 from kvmanager.groups import core_limits, offload_pool_name, plan_memory
 from kvmanager.units import MIB
@@ -143,8 +143,8 @@ def _pools(section: GroupSection, spec: GroupSpec) -> list[PoolSize]:
 
 def _given(section: GroupSection, pool: PoolSpec) -> int:
     """Bytes a rank that the configuration gives a pool."""
-    if pool.tier == "device":
-        return section.hbm_bytes_per_rank
+    if pool.tier in ("device", BOUNCE):
+        return section.hbm_bytes_per_rank or section.bounce_bytes_per_rank
     if section.host_split == "strict":
         offload = section.offload_bytes_per_rank
         return offload if pool.name == offload_pool_name(section.name) else section.host_bytes_per_rank - offload

@@ -182,6 +182,7 @@ def _audit_holders(state: State, group: Group, number: int, requests: list[Reque
     anchors += [rows for pin in kept for at, rows in pin.rows if at == number]
     pins = [*anchors, *(part.rows.array for part in parts), *_other_pins(state, group, number, requests)]
     anchors += [r.chains[number].rows.array for r in requests if r.phase is Phase.RETRACTED]
+    anchors += [r.chains[number].rows.array[: r.chains[number].shared] for r in requests if r.anchored]
     for name, holders, counts in (
         ("pins", pins, chain.table.pins),
         ("anchors", anchors, chain.table.anchored),

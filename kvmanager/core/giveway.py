@@ -17,7 +17,7 @@ from kvmanager.core.state import CopyJob, State
 
 def give_way(state: State, group: Group, pool: Pool, lacking: int) -> None:
     """Cancels the newest host copies that alone keep `lacking` slabs of a device pool; none where that is too few."""
-    if pool.tier != "device" or lacking <= 0:
+    if pool.tier == "host" or lacking <= 0:
         return
     kept = _kept_by_writeback(state, group, pool)
     if sum(kept.values()) < lacking:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvmanager.core.spans import ABSENT, DEVICE, HOST, NO_SPAN, READY, TOKEN_ID_BYTES
+from kvmanager.core.spec import BOUNCE
 
 if TYPE_CHECKING:
     from kvmanager.core.group import Chain
@@ -83,6 +84,8 @@ def fetchable(chain: Chain, row: int) -> tuple[int, int]:
         everything &= complete or host == READY
         some_host |= host == READY
     valid = int(table.valid[row])
+    if chain.pool(0, DEVICE).tier == BOUNCE:  # through it the pool is read: both are one place
+        return 0, valid if everything else 0
     return valid if on_device else 0, valid if some_host and everything else 0
 
 

@@ -7,6 +7,7 @@ fence. So a worker that dies while it copies leaves nothing readable, and its pa
 from __future__ import annotations
 
 from kvmanager.core.admission import promises_hold
+from kvmanager.core.bounce import bring, read_lease
 from kvmanager.core.events import Open, Opened
 from kvmanager.core.fences import check_fence, check_names_all, resolve_fences
 from kvmanager.core.forgetting import condemn
@@ -17,7 +18,7 @@ from kvmanager.core.lifecycle import drop_request
 from kvmanager.core.opening import reserve_spans
 from kvmanager.core.operatorevents import Loss
 from kvmanager.core.request import Phase, Request, RequestChain
-from kvmanager.core.rows import RowArray, RowList
+from kvmanager.core.rows import RowArray
 from kvmanager.core.scrubbing import scrub
 from kvmanager.core.spans import DEVICE, TOKEN_ID_BYTES
 from kvmanager.core.state import Engine, FenceEntry, State
@@ -31,7 +32,7 @@ LONGEST_LEASE_NS = 3_600_000_000_000
 def acquire(state: State, event: AcquirePrefix) -> Opened:
     """Pins the longest known prefix, as far as no promise to others is broken by it.
 
-    `cached_tokens` of the answer may be 0, and then nothing is held.
+    `cached_tokens` of the answer may be 0, and then nothing is held. One that says "waiting" is to be asked for again.
     """
     engine, group = _asked(state, event)
     known = _known(engine, event)
@@ -40,24 +41,17 @@ def acquire(state: State, event: AcquirePrefix) -> Opened:
             raise InvalidArgument(f"lease {event.request_id} fills pages; choose another id to read some")
         return _acquired(known)
     chain = group.chains[0]
-    match = chain.index.match_whole(event.keys, len(event.keys) // group.key_bytes, engine.namespace)
+    found = chain.index.match_whole(event.keys, len(event.keys) // group.key_bytes, engine.namespace).rows
     engine.heard_ns = state.now
-    rows = _pinned(group, chain, match.rows)
-    segments = int(chain.table.segments[rows].sum())
-    if segments == 0:
+    request: Request | None = None
+    if chain.offloads:
+        request = bring(state, engine, group, event, found)
+    elif len(rows := _pinned(group, chain, found)):
+        request = read_lease(state, engine, group, event, rows)
+    if request is None:
         return Opened(event.request_id, "runnable")
-    chain.index.touch(rows, state.now)
-    tokens = segments * group.spec.page_rows
-    part = RequestChain(chain, RowList(rows), len(rows), RowList(), int(rows[-1]), len(rows))
-    request = Request(
-        engine.name, engine.epoch, engine.group, engine.namespace, event.request_id, tokens, 0, "",
-        bytearray(event.keys[: segments * group.key_bytes]), [part],
-        capacity_tokens=tokens, committed_tokens=tokens, fenced_tokens=tokens, cached_tokens=tokens,
-        ranks_lost=engine.ranks_lost, since=state.now, expires_ns=state.now + event.lease_ttl_ns,
-    )  # fmt: skip
-    engine.requests[request.request_id] = request
     state.counters["acquire"] += 1
-    state.counters["acquired_tokens"] += tokens
+    state.counters["acquired_tokens"] += request.prompt_tokens
     return _acquired(request)
 
 

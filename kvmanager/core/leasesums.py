@@ -30,7 +30,7 @@ class Acquired(Opened):
 
 def keep_sums(state: State, request: Request, summed_pages: Sequence[int], sums: bytes) -> None:
     """Of pages that the lease has filled. Raises InvalidArgument for others, or another number of sums."""
-    if not summed_pages:
+    if not summed_pages or request.chains[0].chain.offloads:  # there sums are made at the copy out
         return
     part = request.chains[0]
     chain, pages = part.chain, np.asarray(summed_pages, np.int64)
@@ -53,7 +53,7 @@ def keep_sums(state: State, request: Request, summed_pages: Sequence[int], sums:
 def sums_of(request: Request) -> tuple[Int64Array | None, SumArray | None]:
     """Of the pages that a lease holds, as far as they are known."""
     part = request.chains[0]
-    if 0 not in part.chain.sums or len(part.rows) == 0:
+    if 0 not in part.chain.sums or len(part.rows) == 0 or part.chain.offloads:
         return None, None
     return sums_of_rows(part.chain, part.rows.array)
 

@@ -82,6 +82,8 @@ def drop_request(state: State, request: Request) -> None:
         held = part.rows[:]
         if request.phase is Phase.RETRACTED:
             part.chain.table.unanchor(held)
+        if request.anchored:
+            part.chain.table.unanchor(part.rows.array[: part.shared])
         if len(part.anchors):
             held = np.concatenate((held, part.anchors.array))
             part.chain.table.unanchor(part.anchors.array)

@@ -92,11 +92,15 @@ def _admit(state: State, engine: Engine, group: Group, event: Open) -> tuple[Req
 
 
 def _try(
-    state: State, engine: Engine, group: Group, event: Open, shapes: list[_Shape]
+    state: State, engine: Engine, group: Group, event: Open, shapes: list[_Shape], *, brings: bool = True
 ) -> tuple[Request, list[_Shape]]:
     request = _register(state, engine, group, event, shapes)
+    if not brings and group.chains[0].offloads:
+        request.anchored = True
+        for part in request.chains:
+            part.chain.table.anchor(part.rows.array)
     try:
-        check(state, group, _demands(state, group, request, shapes), request)
+        check(state, group, _demands(state, group, request, shapes, brings=brings), request)
         _take_pages(state, group, request, shapes)
     except CapacityError:
         drop_request(state, request)
@@ -144,7 +148,8 @@ def reserve_spans(state: State, engine: Engine, event: Open) -> Request:
     _validate(state, engine, group, event)
     whole: list[Way] = [chain.index.match_whole for chain in group.chains]
     limit = event.prompt_tokens // group.spec.page_rows
-    request, _ = _try(state, engine, group, event, _shapes(group, event, engine.namespace, whole, limit))
+    shapes = _shapes(group, event, engine.namespace, whole, limit)
+    request, _ = _try(state, engine, group, event, shapes, brings=False)
     begin_turn(state, group, request)
     return request
 
@@ -209,7 +214,10 @@ def _register(state: State, engine: Engine, group: Group, event: Open, shapes: l
     return request
 
 
-def _demands(state: State, group: Group, request: Request, shapes: list[_Shape]) -> Demands:
+def _demands(
+    state: State, group: Group, request: Request, shapes: list[_Shape], *, brings: bool = True
+) -> Demands:
+    """`brings`: what was found is needed on the device, too."""
     demands = Demands()
     for chain, shape in zip(group.chains, shapes, strict=True):
         pages = shape.new.pages(chain.spec)
@@ -219,7 +227,7 @@ def _demands(state: State, group: Group, request: Request, shapes: list[_Shape])
                 _demand_latents(state, group, request, c, shape, demands)
                 continue
             missing = chain.absent(c, DEVICE, shape.match.rows)
-            onboarded = int(chain.widths(missing).sum()) if len(missing) else 0
+            onboarded = int(chain.widths(missing).sum()) if brings and len(missing) else 0
             demands.add_now(page_class.device_pool, page_class.name, pages + onboarded)
         growth = request.most_tokens - end
         for pool, slabs in growth_promise(group, chain.spec, growth).items() if growth > 0 else ():
@@ -342,13 +350,14 @@ def _reuse(state: State, group: Group, request: Request, shapes: list[_Shape]) -
     """Brings what was found onto the device, copies donors, and starts a hand-off."""
     for number, (part, shape) in enumerate(zip(request.chains, shapes, strict=True)):
         if part.shared:
-            _onboard_missing(state, group, request, number)
+            onboard_missing(state, group, request, number)
         if shape.match.donor != NO_SPAN:
             tokens = shape.match.donor_segments * group.spec.page_rows
             _use_donor(state, group, request, number, shape.match.donor, part.rows[part.shared], tokens)
 
 
-def _onboard_missing(state: State, group: Group, request: Request, number: int) -> None:
+def onboard_missing(state: State, group: Group, request: Request, number: int) -> None:
+    """Brings what was found and is not on the device there, into pages that room was made for; the request waits."""
     part = request.chains[number]
     chain = part.chain
     who = (request.engine, request.epoch, request.request_id)

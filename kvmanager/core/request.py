@@ -110,6 +110,7 @@ class Request:
     drain. unbacked_slabs: device slabs of its window that no page stands behind now (sparse groups). homed_pages:
     latent pages of it that HBM is promised for, not the host (`core.homes`). since: when it was admitted, ns.
     expires_ns: when its lease ends, 0 for a request that is none. token_ids: u32, those of `keys`, or none.
+    anchored: what it found is to stay findable, and no copy of it is used (one anchor each).
     """
 
     engine: str
@@ -142,6 +143,7 @@ class Request:
     homed_pages: int = 0
     since: int = 0
     expires_ns: int = 0
+    anchored: bool = False
     token_ids: bytearray = field(default_factory=bytearray)
 
     @property

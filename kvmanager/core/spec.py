@@ -10,6 +10,9 @@ from kvmanager.core.checksums import PageSection, sections_of
 from kvmanager.geometry import TokenOrder
 from kvmanager.layout import KVFormat, KVLayout
 
+BOUNCE = "bounce"
+"""Tier of a pool of host memory that engines map instead of one that they may not."""
+
 
 class Placement(StrEnum):
     """How a chain's pages relate to the ranks of its group."""
@@ -174,9 +177,10 @@ class GroupSpec:
     def cache_only(self) -> bool:
         """Whether engines of the group have memory of their own: all pools are host memory, filled and read by leases.
 
-        What the core calls the device tier is then the host pool, which the engines' workers map.
+        What the core calls the device tier is then the host pool, which the engines' workers map, or in its place their
+        bounce region (`core.bounce`).
         """
-        return all(pool.tier == "host" for pool in self.pools)
+        return all(pool.tier in ("host", BOUNCE) for pool in self.pools)
 
 
 class Inclusion(StrEnum):

@@ -85,7 +85,7 @@ def _store(chain: Chain, page_class: int) -> SumStore:
     if store is None:
         c = chain.page_class(page_class)
         pool = chain.pool(page_class, HOST)
-        ranks = 1 if chain.spec.placement is Placement.REPLICATED else chain.spec.ranks
+        ranks = 1 if chain.spec.placement is Placement.REPLICATED else len(c.host_regions)
         store = chain.sums[page_class] = SumStore(pool.spaces[c.name].pages, ranks, len(c.sections))
     return store
 
