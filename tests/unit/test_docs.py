@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
+from xml.etree import ElementTree
 
 import click
 import pytest
@@ -111,6 +112,26 @@ def test_the_page_of_the_wire_is_fresh() -> None:
     assert text == page(), "docs/api.md is stale: run `make docs`"
     links = set(re.findall(r"\]\(#([\w-]+)\)", text))
     assert links <= set(anchors(text)), links - set(anchors(text))
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("top.svg", ("ledger adds up", "prefill/hbm", "prompt_tokens", "attached")),
+        ("map.svg", ("pool prefill/hbm", "a character is", "free", "ready, kv")),
+    ],
+)
+def test_pictures_show_the_screens(name: str, parts: tuple[str, ...]) -> None:
+    """Drawn by `python -m tests.pictures`; lines of at most 80 characters, none cut off."""
+    drawn = ElementTree.parse(ROOT / "docs" / name).getroot()
+    lines: dict[str, str] = {}
+    for text in drawn.iter("{http://www.w3.org/2000/svg}text"):
+        where = text.get("clip-path", "")
+        lines[where] = lines.get(where, "") + "".join(text.itertext()).replace("\xa0", " ")
+    shown = "\n".join(lines.values())
+    assert all(part in shown for part in parts), shown
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert f"docs/{name}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_links_between_documents_lead_somewhere() -> None:

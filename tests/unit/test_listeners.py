@@ -28,12 +28,21 @@ import kvmanager.transport.nixl as nixl
 if sys.argv[1] == "lying":  # UCX is told more than the configuration says
     load = nixl.load_nixl
     nixl.load_nixl = lambda settings: load(UcxSettings(net_devices="all"))
+asked = []
+load_honest = nixl.load_nixl
+def recording(settings):
+    api = load_honest(settings)
+    make = api.nixl_agent_config
+    api.nixl_agent_config = lambda **said: asked.append(said["enable_listen_thread"]) or make(**said)
+    return api
+nixl.load_nixl = recording
 try:
     reader = NixlReader("a", 1, RegionMap(), UcxSettings(net_devices="lo"))
 except KVError as error:
     print("refused", error)
     sys.exit()
 print(sorted(host for host, _ in listening()))
+print("listener thread", asked)
 try:
     reader.add_peer("b", bytes.fromhex(sys.argv[2]))
 except KVError as error:
@@ -47,7 +56,8 @@ def agent(kind: str, metadata: bytes = b"x") -> list[str]:
         [sys.executable, "-c", AGENT, kind, metadata.hex()], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith(("refused", "[", "Transfer", "Peer"))]
+    words = ("refused", "[", "listener", "Transfer", "Peer")
+    return [line for line in done.stdout.splitlines() if line.startswith(words)]
 
 
 class Bomb:
@@ -60,7 +70,7 @@ class Bomb:
 
 def test_an_agent_listens_on_loopback_alone_and_unpickles_nothing(tmp_path: Path) -> None:
     said = agent("honest", pickle.dumps(Bomb(tmp_path / "went-off")))
-    assert said == ["['127.0.0.1']", "TransferFailed"]
+    assert said == ["['127.0.0.1']", "listener thread [False]", "TransferFailed"]
     assert not (tmp_path / "went-off").exists()
 
 
