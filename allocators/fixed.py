@@ -36,6 +36,16 @@ def _expand(starts: PageArray, ends: PageArray) -> PageArray:
     return pages
 
 
+def _runs(ordered: PageArray) -> tuple[PageArray, PageArray]:
+    """Where runs of ascending pages start and end; a page named twice is our own bug."""
+    steps = np.diff(ordered)
+    assert steps.all(), f"pages {ordered[1:][steps == 0].tolist()} are given twice in one call"
+    breaks = np.flatnonzero(steps != 1)
+    starts = ordered[np.concatenate(([0], breaks + 1))]
+    ends = ordered[np.concatenate((breaks, [len(ordered) - 1]))] + 1
+    return starts, ends
+
+
 def _inserted(values: PageArray, at: int, value: int) -> PageArray:
     """The values with one more at a place."""
     more: PageArray = np.empty(len(values) + 1, np.int64)
@@ -122,14 +132,14 @@ class FixedPages:
             if len(pages):
                 self._give_one(int(pages[0]))
             return
-        ordered = pages if isinstance(as_range(pages), slice) else np.sort(pages)
+        run = as_range(pages)
+        ordered = pages if isinstance(run, slice) else np.sort(pages)
         assert ordered[0] >= 0, f"page {ordered[0]} is not one of {self.pages}"
         assert ordered[-1] < self.pages, f"page {ordered[-1]} is not one of {self.pages}"
-        steps = np.diff(ordered)
-        assert steps.all(), f"pages {ordered[1:][steps == 0].tolist()} are given twice in one call"
-        breaks = np.flatnonzero(steps != 1)
-        starts = ordered[np.concatenate(([0], breaks + 1))]
-        ends = ordered[np.concatenate((breaks, [len(ordered) - 1]))] + 1
+        if isinstance(run, slice):
+            starts, ends = np.array([run.start], np.int64), np.array([run.stop], np.int64)
+        else:
+            starts, ends = _runs(ordered)
         self._check_taken(starts, ends)
         self._merge(starts, ends)
         self.free += len(ordered)

@@ -98,10 +98,10 @@ class Slabs:
 
     def _give_whole(self, page_class: str, pages: PageArray) -> None:
         """`give` where a page is a whole slab. Pages that are free, or of another class, are refused first."""
-        least, most = (pages.min(), pages.max()) if len(pages) > 1 else (pages[0], pages[0])
+        at = as_place(pages)
+        least, most = (pages.min(), pages.max()) if isinstance(at, np.ndarray) else (pages[0], pages[-1])
         assert least >= 0, "a page below none"
         assert most < self.slabs, "a page beyond all"
-        at = as_place(pages)
         ours = self.owner[at] == self._number[page_class]
         assert ours if isinstance(at, int) else ours.all(), f"pages {pages} are free or of another class"
         self._whole.give(pages)

@@ -96,26 +96,25 @@ def outstanding_promise(group: Group, request: Request) -> dict[str, int]:
 
     One that is retracted, or about to be, is owed the host pages that it lacks, and nothing else.
     """
-    promise: dict[str, int] = {}
     if request.retracted:
         return retract_promise(request)
-
-    def add(pool: str, slabs: int) -> None:
-        promise[pool] = promise.get(pool, 0) + slabs
-
+    promise: dict[str, int] = {}
     for part in request.chains:
         growth = request.most_tokens - part.end_token
-        for pool, slabs in growth_promise(group, part.chain.spec, growth).items() if growth > 0 else ():
-            add(pool, slabs)
-        if not group.spec.swaps:
-            continue
-        assert group.spec.sparse is not None
-        latents = latents_of(group, part, latent_growth(group, request))
-        for pool, slabs in latent_promise(group, latents, request.homed_pages).items():
-            add(pool, slabs)
-        if len(request.hot) == 0:
-            add(part.chain.pool(0, DEVICE).name, group.spec.sparse.hot_slabs)
+        if growth > 0:
+            _add(promise, growth_promise(group, part.chain.spec, growth))
+        if group.spec.swaps:
+            assert group.spec.sparse is not None
+            latents = latents_of(group, part, latent_growth(group, request))
+            _add(promise, latent_promise(group, latents, request.homed_pages))
+            if len(request.hot) == 0:
+                _add(promise, {part.chain.pool(0, DEVICE).name: group.spec.sparse.hot_slabs})
     return promise
+
+
+def _add(promise: dict[str, int], more: Mapping[str, int]) -> None:
+    for pool, slabs in more.items():
+        promise[pool] = promise.get(pool, 0) + slabs
 
 
 def retract_promise(request: Request) -> dict[str, int]:

@@ -15,7 +15,7 @@ from kvmanager.core.eviction import Policy, leaf_first_lru
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.prefix import PrefixIndex
 from kvmanager.core.return_rate import SessionBook
-from kvmanager.core.rows import RowArray, RowQueue, as_range
+from kvmanager.core.rows import RowArray, RowQueue, all_true, as_range
 from kvmanager.core.spans import ABSENT, DEVICE, HOST, READY, TOKEN_ID_BYTES, CopyState, SpanTable
 from kvmanager.core.spec import ChainSpec, GroupSpec, PageClass, Placement
 from kvmanager.core.tenants import NOBODY, Tenants
@@ -70,7 +70,7 @@ class Chain:
         if len(rows) == 0:
             return
         at = as_range(rows)
-        assert self.table.copies[page_class, tier, at].all(), "an absent copy has no state"
+        assert all_true(self.table.copies[page_class, tier, at] != ABSENT), "an absent copy has no state"
         self.table.copies[page_class, tier, at] = copy
         self.table.touched.append(rows)
         pages = self.table.page_lists(page_class, tier, rows)
@@ -132,7 +132,7 @@ class Chain:
         """`release_if_unused` for many spans at once; a row may be named twice."""
         table = self.table
         index = np.asarray(rows, np.int64)
-        if len(index) == 1 and table.published[index[0]]:
+        if len(index) == 0 or (len(index) == 1 and table.published[index[0]]):
             return
         at = as_range(index)
         index = index[table.live[at] & ~table.published[at]]

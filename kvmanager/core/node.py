@@ -129,7 +129,8 @@ class Node:
         news = [] if self.announcer is None else self.announcer.changes(self.state)
         for group in self.state.groups.values():
             for chain in group.chains:
-                chain.table.touched.clear()
+                if chain.table.touched:
+                    chain.table.touched.clear()
         return news
 
     def _handle(self, event: Event) -> Replied | None:
@@ -137,6 +138,9 @@ class Node:
         match event:
             case Step():
                 return Replied(step(state, event))
+            case TimelinesRead() | PlanEnded() | Tick():
+                self._note(event)
+                return None
             case RegisterEngine():
                 return Replied(Registered(engines.register(state, event).epoch))
             case AttachRank():

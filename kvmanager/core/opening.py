@@ -160,10 +160,10 @@ def _shapes(group: Group, event: Open, namespace: int, ways: list[Way], limit: i
     rows = group.spec.page_rows
     while True:
         found = [way(event.keys, limit, namespace) for way in ways]
-        common = min(match.segments + match.donor_segments for match in found)
-        if all(match.segments + match.donor_segments == common for match in found):
+        reached = [match.segments + match.donor_segments for match in found]
+        limit = min(reached)
+        if limit == max(reached):
             break
-        limit = common
     sparse = group.spec.sparse is not None
     shapes = []
     for chain, match in zip(group.chains, found, strict=True):
@@ -178,14 +178,15 @@ def _register(state: State, engine: Engine, group: Group, event: Open, shapes: l
     donors = []
     for number, (chain, shape) in enumerate(zip(group.chains, shapes, strict=True)):
         rows = shape.match.rows
-        chain.table.pin(rows)
-        chain.index.touch(rows, state.now)
+        if len(rows):
+            chain.table.pin(rows)
+            chain.index.touch(rows, state.now)
         if shape.match.donor != NO_SPAN:
             chain.table.pin([shape.match.donor])
             chain.index.touch([shape.match.donor], state.now)
             donors.append((number, shape.match.donor))
         anchor = int(rows[-1]) if len(rows) else NO_SPAN
-        parts.append(RequestChain(chain, RowList(rows), len(rows), RowList(), anchor, len(rows)))
+        parts.append(RequestChain(chain, RowList(rows), len(rows), anchor=anchor, settled=len(rows)))
     first = shapes[0].match
     request = Request(
         engine.name,

@@ -64,7 +64,15 @@ class PageSpace:
 
     def move(self, pages: PageArray, source: PageState, target: PageState) -> None:
         """Moves distinct pages from one state to another; any page elsewhere is our own bug."""
+        self._move(as_place(pages), pages, source, target)
+
+    def take(self, pages: PageArray) -> None:
+        """Distinct free pages are reserved, and get a new generation."""
         at = as_place(pages)
+        self._move(at, pages, _FREE, _RESERVED)
+        self.generation[at] += 1
+
+    def _move(self, at: PageArray | slice | int, pages: PageArray, source: PageState, target: PageState) -> None:
         wrong = self.state[at] != int(source)
         if wrong if isinstance(at, int) else wrong.any():
             page = int(pages[np.argmax(wrong)])
@@ -94,11 +102,6 @@ class PageSpace:
         for state, count in left.items():
             self.counts[state] -= count
             self.counts[number] += count
-
-    def new_content(self, pages: PageArray) -> None:
-        """Distinct pages get a new generation."""
-        at = as_place(pages)
-        self.generation[at] += 1
 
 
 @dataclass(frozen=True)
@@ -165,8 +168,7 @@ class Pool:
         if pages is None:
             return None
         space = self.spaces[page_class]
-        space.move(pages, _FREE, _RESERVED)
-        space.new_content(pages)
+        space.take(pages)
         if self.writers is not None:
             self.writers.given(pages, space.units, tenant)
         return pages

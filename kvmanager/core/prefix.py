@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.core.rows import RowArray, all_true, any_true, as_range, no_rows
+from kvmanager.core.rows import RowArray, all_true, any_true, as_range, no_rows, shorter
 from kvmanager.core.spans import NO_SPAN, SpanTable
 
 Keys = bytes | bytearray
@@ -292,12 +292,14 @@ class PrefixIndex:
         table.published[at] = True
         table.touched.append(rows)
         table.parent[at] = np.concatenate(([parent], rows[:-1]))
-        table.children[as_range(rows[:-1])] += 1
+        table.children[shorter(at)] += 1
         used = table.last_used[at]
         if parent != NO_SPAN:
             table.children[parent] += 1
             used[0] = min(int(used[0]), int(table.last_used[parent]))
-        table.last_used[at] = np.minimum.accumulate(used)
+        if any_true(used[1:] > used[:-1]):
+            used = np.minimum.accumulate(used)
+        table.last_used[at] = used
         self.sizes[int(table.segments[rows[0]])] += len(rows)
         if not self._lengthen(rows, parent):
             self._begin(rows, parent)

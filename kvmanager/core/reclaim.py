@@ -233,16 +233,17 @@ class Reclaimer:
 
     def take(self, pool: Pool, page_class: str, count: int) -> PageArray | None:
         """`count` reserved pages, reclaiming as needed; None when even that is not enough."""
-        if count and not self.make_room(pool, {page_class: count}):
-            return None
-        return pool.take(page_class, count, self._group.asker)
+        pages = pool.take(page_class, count, self._group.asker)
+        if pages is None and self.make_room(pool, {page_class: count}):
+            pages = pool.take(page_class, count, self._group.asker)
+        return pages
 
     def make_room(self, pool: Pool, wants: Mapping[str, int]) -> bool:
         """Reclaims until the wants fit, in the order of the group's policy."""
+        if pool.slabs_needed(wants) <= pool.free_slabs:
+            return True
         want = Want(wants)
         lacking = pool.lacking_slabs(want)
-        if lacking <= 0:
-            return True
         if self.borrow(pool, lacking):
             lacking = pool.lacking_slabs(want)
         if lacking <= 0:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmanager.core.events import SpanRunTable
 from kvmanager.core.group import Chain
@@ -47,8 +49,8 @@ class RequestChain:
         """Positions [0, end) have pages."""
         if len(self.rows) == 0:
             return 0
-        last, table = self.rows[-1], self.chain.table
-        return int(table.first_token[last]) + int(table.segments[last]) * self.chain.spec.page_rows
+        last, table = self.rows.last, self.chain.table
+        return table.first_token.item(last) + table.segments.item(last) * self.chain.spec.page_rows
 
     def ordinal(self, row: int) -> int | None:
         """The span's place in the chain; None when the request does not hold it."""
@@ -69,21 +71,21 @@ class RequestChain:
         keep = self._held(rows)
         pages: dict[str, tuple[Int64Array, Int64Array]] = {}
         for c, page_class in enumerate(spec.classes):
-            device = table.pages[c, DEVICE, index][keep].reshape(-1)
+            device = _own(table.pages[c, DEVICE], index)[keep].reshape(-1)
             if self.chain.has_host(c):
                 # A mirror of a resident page may be taken away at any time, so nobody is told of it.
                 read = (table.copies[c, HOST, index] == READY) & (table.copies[c, DEVICE, index] == ABSENT)
                 host = np.where(read[:, None], table.pages[c, HOST, index], NO_PAGE)[keep].reshape(-1)
             else:
                 host = np.full(len(device), NO_PAGE, np.int64)
-            pages[page_class.name] = device.copy(), host
+            pages[page_class.name] = device, host
         return SpanRunTable(
             spec.name,
             first,
-            table.first_token[index].copy(),
-            table.segments[index].copy(),
-            table.interleave[index].copy(),
-            table.uids[index][keep].reshape(-1).copy(),
+            _own(table.first_token, index),
+            _own(table.segments, index),
+            _own(table.interleave, index),
+            _own(table.uids, index)[keep].reshape(-1),
             pages,
         )
 
@@ -94,6 +96,12 @@ class RequestChain:
             return slice(None)
         widths = self.chain.widths(rows)
         return slice(None) if all_true(widths == widest) else np.arange(widest) < widths[:, None]
+
+
+def _own(column: npt.NDArray[Any], index: RowArray | slice) -> npt.NDArray[Any]:
+    """Entries of a column that nobody else has."""
+    entries = column[index]
+    return entries.copy() if isinstance(index, slice) else entries
 
 
 @dataclass

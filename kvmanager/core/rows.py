@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
+import numpy.ma  # np.unique loads it at its first call: 0.1 s in the middle of an event
 import numpy.typing as npt
 
 from kvmanager.allocators.fixed import as_range
@@ -21,6 +22,7 @@ __all__ = [
     "longer",
     "no_rows",
     "places",
+    "shorter",
 ]  # fmt: skip
 
 RowArray = npt.NDArray[np.int64]
@@ -42,6 +44,11 @@ def places(holds: BoolArray) -> RowArray:
     return holds.nonzero()[0]
 
 
+def shorter(at: RowArray | slice) -> RowArray | slice:
+    """All but the last of the rows that `as_range` named."""
+    return slice(at.start, at.stop - 1) if isinstance(at, slice) else at[:-1]
+
+
 def longer(array: npt.NDArray[Any], rows: int, axis: int = 0) -> npt.NDArray[Any]:
     """The array with so many more entries along an axis, zeros, whose memory is touched only when they are used."""
     shape = list(array.shape)
@@ -59,8 +66,8 @@ def no_rows() -> RowArray:
 class RowList:
     """A list of rows kept as an array, int64: appended to at the end, and read many at once."""
 
-    def __init__(self, rows: Iterable[int] | RowArray = ()) -> None:
-        self._rows: RowArray = np.array(rows if isinstance(rows, np.ndarray | tuple) else list(rows), np.int64)
+    def __init__(self, rows: Sequence[int] | RowArray = ()) -> None:
+        self._rows: RowArray = np.array(rows, np.int64)
         self._count = len(self._rows)
 
     @property
@@ -80,8 +87,13 @@ class RowList:
     def __getitem__(self, at: slice) -> RowArray: ...
     def __getitem__(self, at: int | slice) -> int | RowArray:
         if isinstance(at, slice):
-            return self.array[at].copy()
-        return int(self.array[at])
+            return self._rows[: self._count][at].copy()
+        return self._rows[: self._count].item(at)
+
+    @property
+    def last(self) -> int:
+        """The last row; there is one."""
+        return self._rows.item(self._count - 1)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.array.tolist())
@@ -117,8 +129,8 @@ class RowList:
 
     def pop(self) -> int:
         """Takes the last row away."""
-        row = int(self._rows[self._count - 1])
-        self.shorten(self._count - 1)
+        row = self[-1]
+        self._count -= 1
         return row
 
     def shorten(self, count: int) -> None:

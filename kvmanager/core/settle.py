@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from kvmanager.core.admission import promises_hold
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Request, RequestChain
-from kvmanager.core.rows import RowArray, all_true, as_range, no_rows
-from kvmanager.core.spans import DEVICE, FILLING, NO_SPAN, TOKEN_ID_BYTES, CopyState
+from kvmanager.core.rows import RowArray, all_true, any_true, as_range, no_rows, places
+from kvmanager.core.spans import DEVICE, FILLING, NO_SPAN, TOKEN_ID_BYTES, CopyState, SpanTable
 from kvmanager.core.state import State
 
 
@@ -36,17 +34,17 @@ def _advance(state: State, request: Request, part: RequestChain) -> bool:
     chain, table = part.chain, part.chain.table
     width = chain.index.key_bytes
     row = part.rows[part.settled]
-    first = int(table.first_token[row]) // chain.spec.page_rows
+    first = table.first_token.item(row) // chain.spec.page_rows
     fenced = request.fenced_tokens // chain.spec.page_rows
-    segments = int(table.segments[row])
+    segments = table.segments.item(row)
     valid = min(fenced - first, len(request.keys) // width - first, segments)
-    if valid > table.valid[row]:
+    if valid > table.valid.item(row):
         table.keys[row] = bytes(request.keys[first * width : (first + valid) * width])
         table.valid[row] = valid
         _take_token_ids(request, part, [row])
         table.touched.append(row)
         _index(state.groups[request.group], part, row)
-    return table.full(row)
+    return table.valid.item(row) == segments
 
 
 def _advance_untouched(state: State, request: Request, part: RequestChain) -> None:
@@ -59,12 +57,18 @@ def _advance_untouched(state: State, request: Request, part: RequestChain) -> No
     rows = _newly_full(request, part)
     if len(rows) <= 1:
         return
-    _take_keys(request, part, rows)
     group = state.groups[request.group]
-    cuts = np.flatnonzero(np.diff(part.chain.table.segments[as_range(rows)])) + 1
-    for alike in np.split(rows, cuts):
+    for alike in _of_one_size(part.chain.table, rows):
+        _take_keys(request, part, alike)
         _index_run(group, request, part, alike)
         part.settled += len(alike)
+
+
+def _of_one_size(table: SpanTable, rows: RowArray) -> list[RowArray]:
+    """The rows, cut where the spans' size changes."""
+    segments = table.segments[as_range(rows)]
+    changes = segments[1:] != segments[:-1]
+    return np.split(rows, places(changes) + 1) if any_true(changes) else [rows]
 
 
 def _index_run(group: Group, request: Request, part: RequestChain, rows: RowArray) -> None:
@@ -93,33 +97,29 @@ def _newly_full(request: Request, part: RequestChain) -> RowArray:
     if int(table.first_token[rows[0]]) + int(table.segments[rows[0]]) * page_rows > known:
         return no_rows()
     at = as_range(rows)
+    if part.end_token <= known and not table.valid[at].any():
+        return rows.copy()
     full = (table.valid[at] == 0) & (table.first_token[at] + table.segments[at] * page_rows <= known)
     return rows.copy() if all_true(full) else rows[: int(np.argmin(full))].copy()
 
 
 def _take_keys(request: Request, part: RequestChain, rows: RowArray) -> None:
-    """Gives full spans that follow each other their keys."""
+    """Gives full spans of one size that follow each other their keys."""
     table, width = part.chain.table, part.chain.index.key_bytes
-    at = as_range(rows)
-    segments = table.segments[at]
-    text = np.frombuffer(request.keys, np.uint8)[int(table.first_token[rows[0]]) // part.chain.spec.page_rows * width :]
-    for size in np.unique(segments).tolist() if segments[0] != segments[-1] else [int(segments[0])]:
-        alike = segments == size
-        first = (np.cumsum(segments) - segments)[alike] * width
-        if alike.all():
-            table.keys.put(rows, text[: len(rows) * size * width].reshape(len(rows), size * width))
-        else:
-            table.keys.put(rows[alike], text[first[:, None] + np.arange(size * width)])
-    table.valid[at] = segments
-    _take_token_ids(request, part, rows.tolist())
+    size = int(table.segments[rows[0]])
+    first = int(table.first_token[rows[0]]) // part.chain.spec.page_rows * width
+    text = np.frombuffer(request.keys, np.uint8, len(rows) * size * width, first)
+    table.keys.put(rows, text.reshape(len(rows), size * width))
+    table.valid[as_range(rows)] = size
+    _take_token_ids(request, part, rows)
 
 
-def _take_token_ids(request: Request, part: RequestChain, rows: Iterable[int]) -> None:
+def _take_token_ids(request: Request, part: RequestChain, rows: RowArray | list[int]) -> None:
     """Gives spans the token ids of what is valid of them, where the request has any."""
     if not request.token_ids:
         return
     table, page_rows = part.chain.table, part.chain.spec.page_rows
-    for row in rows:
+    for row in np.asarray(rows).tolist():
         first = int(table.first_token[row])
         end = first + int(table.valid[row]) * page_rows
         table.token_ids[row] = bytes(request.token_ids[first * TOKEN_ID_BYTES : end * TOKEN_ID_BYTES])
@@ -180,8 +180,14 @@ def _stand_in(group: Group, part: RequestChain, twins: RowArray) -> None:
 def _settle(chain: Chain, rows: RowArray) -> None:
     """The spans' own device pages hold final content."""
     for page_class in range(chain.table.classes):
-        filling = rows[chain.table.copies[page_class, DEVICE, as_range(rows)] == FILLING]
-        chain.set_states(page_class, DEVICE, filling, CopyState.READY, PageState.READY)
+        copies = chain.table.copies[page_class, DEVICE]
+        if len(rows) == 1:
+            if copies[rows[0]] == FILLING:
+                chain.set_state(page_class, DEVICE, int(rows[0]), CopyState.READY, PageState.READY)
+            continue
+        filling = copies[as_range(rows)] == FILLING
+        some = rows if all_true(filling) else rows[filling]
+        chain.set_states(page_class, DEVICE, some, CopyState.READY, PageState.READY)
 
 
 def settle_tail(state: State, request: Request) -> None:

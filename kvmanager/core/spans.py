@@ -119,24 +119,19 @@ class SpanTable:
         row = self._unused.pop()
         self.live[row] = True
         self.parent[row] = NO_SPAN
-        self.children[row] = 0
         self.first_token[row] = first_token
         self.segments[row] = order.segments
         self.interleave[row] = order.interleave
         self.valid[row] = 0
-        self.pins[row] = 0
-        self.busy[row] = 0
         self.failures[row] = 0
-        self.anchored[row] = 0
-        self.redundant[row] = False
         self.last_used[row] = now
         self.namespace[row] = namespace
         self.owner[row] = owner
         self.dead[row] = False
-        self.published[row] = False
-        self.copies[:, :, row] = ABSENT
         self.pages[:, :, row] = NO_PAGE
-        self.uids[row] = np.arange(self.next_uid, self.next_uid + self.widest, dtype=np.uint64)
+        self.uids[row] = self.next_uid
+        if self.widest > 1:
+            self.uids[row] += np.arange(self.widest, dtype=np.uint64)
         self.next_uid += self.widest
         self.keys.clear(row)
         return row
@@ -161,10 +156,7 @@ class SpanTable:
         at = as_range(rows)
         self.live[at] = True
         self.parent[at] = NO_SPAN
-        for column in (
-            self.children, self.valid, self.pins, self.busy, self.failures, self.anchored, self.redundant, self.dead,
-            self.published,
-        ):  # fmt: skip
+        for column in (self.valid, self.failures, self.dead):
             column[at] = 0
         self.first_token[at] = first_tokens
         self.segments[at] = order.segments
@@ -172,7 +164,6 @@ class SpanTable:
         self.last_used[at] = now
         self.namespace[at] = namespace
         self.owner[at] = owner
-        self.copies[:, :, at] = CopyState.ABSENT
         self.pages[:, :, at] = NO_PAGE
         uids = np.arange(self.next_uid, self.next_uid + count * self.widest, dtype=np.uint64)
         self.uids[at] = uids.reshape(count, self.widest)
@@ -181,11 +172,12 @@ class SpanTable:
         return rows
 
     def remove(self, row: int) -> None:
-        """Forgets a span that holds no page and that nobody holds."""
+        """Forgets a span that holds no page and that nobody holds. What is checked here `add` need not set."""
         assert self.live[row]
         assert not self.published[row]
-        assert self.pins[row] == 0
-        assert self.busy[row] == 0
+        for counts in (self.pins, self.busy, self.anchored, self.children):
+            assert not counts[row]
+        assert not self.redundant[row]
         assert not self.copies[:, :, row].any()
         self.live[row] = False
         self.token_ids.pop(row, None)
@@ -265,8 +257,9 @@ class SpanTable:
         at = as_range(ordered)
         assert all_true(self.live[at])
         assert not any_true(self.published[at])
-        assert not self.pins[at].any()
-        assert not self.busy[at].any()
+        for counts in (self.pins, self.busy, self.anchored, self.children):
+            assert not counts[at].any()
+        assert not any_true(self.redundant[at])
         assert not self.copies[:, :, at].any()
         self.live[at] = False
         for row in ordered.tolist() if self.token_ids else ():
@@ -282,7 +275,8 @@ class SpanTable:
         """One holder less; below zero is our own bug."""
         index = np.asarray(rows, np.int64)
         self._count(self.pins, index, -1)
-        assert len(index) == 0 or self.pins[as_range(index)].min() >= 0, "a span was unpinned once too often"
+        left = self.pins[index[0]] if len(index) == 1 else self.pins[as_range(index)].min(initial=0)
+        assert left >= 0, "a span was unpinned once too often"
 
     def _count(self, counts: npt.NDArray[np.int32], rows: RowArray, more: int) -> None:
         """Adds to the rows' counts, as often as a row is named."""
