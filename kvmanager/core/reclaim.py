@@ -405,6 +405,9 @@ class Reclaimer:
         """
         if any(_in_pool(other, pool) for other in self._group.chains if other is not chain):
             return None
+        all_ask = Want(dict.fromkeys(classes, int(chain.widths(newcomers).sum())))
+        if pool.lacking_slabs(all_ask) > reclaimable_slabs(self._group, pool):
+            return None  # whoever ranks first: it would not be enough
         losses = self._losses(chain, pool, newcomers)
         ranked = losses.first(len(losses))
         asks = np.isin(ranked.rows, newcomers)

@@ -228,6 +228,8 @@ def _decline(state: State, group: Group, number: int, rows: list[int]) -> None:
 
 def _take_together(state: State, group: Group, chain: Chain, rows: list[int]) -> _Choice | None:
     """Host pages for those of the spans that are worth them; None, and nothing done, when not all would fit."""
+    if not rows:
+        return _Choice([], [], {})
     table = chain.table
     index = np.asarray(rows, np.int64)
     lacks = [lack(chain, c, index) for c in range(table.classes)]

@@ -85,9 +85,13 @@ def key_of(digest: int) -> bytes:
 
 @dataclass(frozen=True)
 class _Alike:
-    """Components of a layout whose rows have one size. columns: salt, offset, page stride, slot stride, [:, 1] each."""
+    """Components of a layout whose rows have one size. columns: salt, offset, page stride, slot stride, [:, 1] each.
+
+    unit: bytes looked at together, 4 where all rows begin and end at a multiple of that, else 1.
+    """
 
     row_bytes: int
+    unit: int
     columns: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -97,8 +101,9 @@ def _by_row_bytes(layout: KVLayout) -> list[_Alike]:
     for size in sorted({c.row_bytes for c in layout.components}):
         alike = [c for c in layout.components if c.row_bytes == size]
         salts = np.array([[c.layer * 1_000_003 + _SECTIONS[c.section] * 7_919] for c in alike], np.uint64)
-        places = (np.array([[getattr(c, n)] for c in alike]) for n in ("offset", "page_stride", "slot_stride"))
-        found.append(_Alike(size, (salts, *places)))
+        places = [np.array([[getattr(c, n)] for c in alike]) for n in ("offset", "page_stride", "slot_stride")]
+        unit = 1 if size % 4 or any((place % 4).any() for place in places) else 4
+        found.append(_Alike(size, unit, (salts, *places)))
     return found
 
 
@@ -110,32 +115,40 @@ class Memory:
         at = 0
         for region, size in sizes.items():
             self.base[region] = at
-            at += size
+            at += -(-size // 8) * 8
         self.sizes = sizes
         self.bytes = np.full(at, POISON, np.uint8)
+        self._units = {1: self.bytes, 4: self.bytes.view(np.uint32)}
         self.regions = RegionMap()
         for region, size in sizes.items():
             self.regions.add(region, self.bytes[self.base[region] : self.base[region] + size])
 
     def fill(self, layout: KVLayout, rows: Rows, content: np.ndarray) -> None:
-        for index, values in self._components(layout, rows, content):
-            self.bytes[index] = values
+        for units, index, values in self._components(layout, rows, content):
+            units[index] = values
 
     def wrong(self, layout: KVLayout, rows: Rows, content: np.ndarray) -> np.ndarray:
         """Entries whose bytes differ in some component."""
         bad = np.zeros(len(rows), bool)
-        for index, values in self._components(layout, rows, content):
-            bad |= (self.bytes[index] != values).any(axis=(0, 2))
+        for units, index, values in self._components(layout, rows, content):
+            bad |= (units[index] != values).any(axis=(0, 2))
         return bad
 
-    def _components(self, layout: KVLayout, rows: Rows, content: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Places and values of all bytes, [component, row, byte], for components with rows of one size at a time."""
+    def _components(
+        self, layout: KVLayout, rows: Rows, content: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """All memory as units of 1 or 4 bytes, and places and values in it, [component, row, unit].
+
+        For components with rows of one size at a time.
+        """
         for alike in _by_row_bytes(layout):
             salts, offsets, page_strides, slot_strides = alike.columns
             mixed = (content + salts) * np.uint64(0x2545F4914F6CDD1D)
             values = mixed.view(np.uint8).reshape(*mixed.shape, 8)[:, :, : alike.row_bytes]
+            unit, units = alike.unit, self._units[alike.unit]
             start = self.base[rows.region] + offsets + rows.page * page_strides + rows.slot * slot_strides
-            yield start[:, :, None] + np.arange(alike.row_bytes), values
+            within = np.arange(alike.row_bytes // unit)
+            yield units, (start // unit)[:, :, None] + within, np.ascontiguousarray(values).view(units.dtype)
 
     def poison(self, region: int, offset: int, size: int) -> None:
         start = int(self.base[region]) + offset

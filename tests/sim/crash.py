@@ -32,7 +32,7 @@ from tests.chaos.schedule import Kill
 from tests.sim.harness import World
 
 HALF_BYTES = 64 << 20
-REPLAYED_BYTES = 8 << 10
+REPLAYED_BYTES = 4 << 10
 """A log that a next daemon replayed and that is longer than this is behind a snapshot for the one after it."""
 REGISTERS = (RegisterEngine, AttachRank, ExportRequestKV)
 """Said again, these get something new: the simulated engines wait for the answer, so it is not lost."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvmanager.core.events import Effect
-from kvmanager.core.group import Chain
+from kvmanager.core.group import Chain, Group
 from kvmanager.core.kvevents import KvEvent, SegmentsRemoved, SegmentsStored
 from kvmanager.core.node import Node
 from kvmanager.core.pool import PageState
@@ -22,6 +22,8 @@ from tests.sim.content import PAGE_ROWS
 
 Place = tuple[str, int, int, str]
 """Group, chain, namespace, tier."""
+Known = dict[tuple[str, int], tuple[object, dict[Place, dict[bytes, int]]]]
+"""By group and chain: what was looked at, and what could be fetched."""
 _READY, _FILLING = int(PageState.READY), int(PageState.FILLING)
 _MIXED = 255
 
@@ -40,6 +42,7 @@ class Listener:
     def __init__(self, node: Node) -> None:
         self.heard: dict[Place, dict[bytes, int]] = {}
         self.stored = self.removed = self.told_ids = 0
+        self._known: Known = {}
         self.restart(node)
 
     def restart(self, node: Node) -> None:
@@ -85,30 +88,49 @@ class Listener:
 
     def check(self) -> None:
         """What was heard is what is there."""
-        assert {place: known for place, known in self.heard.items() if known} == truth(self._node)
+        assert {place: known for place, known in self.heard.items() if known} == truth(self._node, self._known)
 
 
-def truth(node: Node) -> dict[Place, dict[bytes, int]]:
-    """What can be fetched, counted page by page."""
+def truth(node: Node, known: Known) -> dict[Place, dict[bytes, int]]:
+    """What can be fetched, counted page by page. `known`: what was found before, and in what."""
     found: dict[Place, dict[bytes, int]] = {}
     for group in node.state.groups.values():
         for number, chain in enumerate(group.chains):
-            table = chain.table
-            rows = (table.live & table.published).nonzero()[0]
-            above = table.parent[rows]
-            assert table.published[above[above != NO_SPAN]].all()
-            valid, namespace = table.valid[rows], table.namespace[rows]
-            ends = (valid * group.key_bytes).tolist()
-            texts = [text[:end] for text, end in zip(table.keys.texts(rows), ends, strict=True)]
-            keys = np.frombuffer(b"".join(texts), f"V{group.key_bytes}")
-            of = np.repeat(np.arange(len(rows)), valid)
-            for space in set(namespace.tolist()):
-                for tier, here in _tiers(chain, rows):
-                    there = keys[(here & (namespace == space))[of]].tolist()
-                    if there:
-                        place = group.spec.name, number, space, tier
-                        assert place not in found
-                        found[place] = dict(Counter(there))
+            seen = group.key_bytes, _looked_at(chain)
+            if (group.spec.name, number) not in known or known[group.spec.name, number][0] != seen:
+                known[group.spec.name, number] = seen, _fetchable(group, number)
+            found.update(known[group.spec.name, number][1])
+    return found
+
+
+def _looked_at(chain: Chain) -> list[bytes]:
+    """All that `_fetchable` looks at, byte for byte."""
+    table, places = chain.table, chain.spec.class_tiers
+    columns = [table.live, table.published, table.parent, table.valid, table.namespace, table.pages]
+    states = [chain.pool(c, tier).spaces[chain.spec.classes[c].name].state for c, tier in places]
+    return [column.tobytes() for column in (*columns, *table.keys.columns, *states)]
+
+
+def _fetchable(group: Group, number: int) -> dict[Place, dict[bytes, int]]:
+    """Of one chain."""
+    found: dict[Place, dict[bytes, int]] = {}
+    chain = group.chains[number]
+    table = chain.table
+    rows = (table.live & table.published).nonzero()[0]
+    above = table.parent[rows]
+    assert table.published[above[above != NO_SPAN]].all()
+    valid, namespace = table.valid[rows], table.namespace[rows]
+    ends = (valid * group.key_bytes).tolist()
+    texts = [text[:end] for text, end in zip(table.keys.texts(rows), ends, strict=True)]
+    keys = np.frombuffer(b"".join(texts), f"V{group.key_bytes}")
+    of = np.repeat(np.arange(len(rows)), valid)
+    for space in set(namespace.tolist()):
+        for tier, here in _tiers(chain, rows):
+            there = keys[(here & (namespace == space))[of]].tolist()
+            if there:
+                place = group.spec.name, number, space, tier
+                assert place not in found
+                found[place] = dict(Counter(there))
     return found
 
 
