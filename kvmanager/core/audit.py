@@ -58,12 +58,9 @@ def checks(state: State, passed: Passed | None = None) -> Iterator[tuple[str, Ca
         yield f"promises of {name}", partial(_audit_promises, group, requests)
         yield f"requests of {name}", partial(_audit_requests, state, requests)
         for number, chain_audit in enumerate(chains):
+            yield from chain_audit.checks(passed)
             where = f"{name}/{group.chains[number].spec.name}"
-            yield f"spans, pages and uids of {where}", chain_audit.spans
-            yield f"index of {where}", chain_audit.index
-            yield f"runs of {where}", partial(chain_audit.structure, passed)
             yield f"pins, leases and plans of {where}", partial(_audit_holders, state, group, number, requests)
-            yield f"tiers of {where}", chain_audit.copies
 
 
 def _audit_ledger(state: State, group: Group, chains: list[ChainAudit], requests: list[Request]) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +20,12 @@ _PAGE_READY = int(PageState.READY)
 
 Int64Array = npt.NDArray[np.int64]
 Passed = dict[str, object]
-"""By chain, what `ChainAudit.structure` looked at when it last held: looking at the same again would find the same."""
+"""By check, what it looked at when it last held: looking at the same again would find the same."""
+
+
+def _contents(*columns: npt.NDArray[Any]) -> list[bytes]:
+    """What arrays hold."""
+    return [column.tobytes() for column in columns]
 
 
 class ChainAudit:
@@ -55,7 +64,6 @@ class ChainAudit:
             self._check(all_true(table.live[told]), "token ids of a span that is gone")
             said = table.valid[told] == ids_bytes // (chain.spec.page_rows * TOKEN_ID_BYTES)
             self._check(all_true(said), "token ids of other segments")
-        self._each((table.pins[rows] >= 0) & (table.busy[rows] >= 0), "negative pins or plans")
         uids = np.sort(table.uids[rows], axis=None)
         self._check(len(uids) == 0 or int(uids[-1]) < table.next_uid, "a uid that is still to be given")
         self._check(all_true(uids[1:] != uids[:-1]), "a uid was given twice")
@@ -70,7 +78,7 @@ class ChainAudit:
             states = chain.pool(c, tier).spaces[name].state[ready[ready != NO_PAGE]]
             self._check(all_true(states == _PAGE_READY), f"{name}: a ready copy on pages that are not ready")
 
-    def copies(self) -> None:
+    def _overlays(self) -> None:
         """What overlays say of copies is true of them."""
         redundant, busy = self._table.redundant[self.rows], self._table.busy[self.rows] > 0
         for device, host in self._copies:
@@ -79,8 +87,10 @@ class ChainAudit:
             self._each((host != FILLING) | busy, "its host copy is being filled by nobody")
 
     def index(self) -> None:
-        """What can be found is somewhere, and was used no later than what it is below."""
+        """What can be found is somewhere, and was used no later than what it is below; overlays are true."""
         table, rows = self._table, self.rows
+        self._each((table.pins[rows] >= 0) & (table.busy[rows] >= 0), "negative pins or plans")
+        self._overlays()
         published = table.published[rows]
         held = (table.pins[rows] > 0) | (table.busy[rows] > 0)
         self._each(published | held, "neither findable nor held")
@@ -93,11 +103,24 @@ class ChainAudit:
         below, above = found[parents != NO_SPAN], parents[parents != NO_SPAN]
         self._check(all_true(table.last_used[above] >= table.last_used[below]), "used later than its parent")
 
-    def structure(self, passed: Passed) -> None:
-        """What can be found stands below what can be found, and in one run. `passed`: see `Passed`."""
-        seen = self._structure()
-        if passed.get(self._where) == seen:
-            return
+    def unless_seen(self, name: str, check: Callable[[], None], looks_at: Callable[[], object], passed: Passed) -> None:
+        """A check, unless all that it looks at is as it was when it last held."""
+        key, seen = f"{self._where} {name}", looks_at()
+        if passed.get(key) != seen:
+            check()
+            passed[key] = seen
+
+    def checks(self, passed: Passed) -> Iterator[tuple[str, Callable[[], None]]]:
+        """(what is checked, a function that raises InvariantViolation)."""
+        for name, check, looks_at in (
+            ("spans, pages and uids", self.spans, self._seen_of_spans),
+            ("index", self.index, self._seen_of_index),
+            ("runs", self.structure, self._seen_of_structure),
+        ):
+            yield f"{name} of {self._where}", partial(self.unless_seen, name, check, looks_at, passed)
+
+    def structure(self) -> None:
+        """What can be found stands below what can be found, and in one run."""
         table, rows = self._table, self.rows
         found = rows[table.published[rows]]
         parents = table.parent[found]
@@ -110,9 +133,27 @@ class ChainAudit:
         self._no_twins(found)
         sizes = {size: count for size, count in enumerate(np.bincount(table.segments[found]).tolist()) if count}
         self._check(dict(self._chain.index.sizes) == sizes, "sizes differ from the spans'")
-        passed[self._where] = seen
 
-    def _structure(self) -> tuple[object, ...]:
+    def _seen_of_spans(self) -> object:
+        """All that `spans` looks at, as values."""
+        table, chain = self._table, self._chain
+        spaces = [chain.pool(c, tier).spaces[chain.spec.classes[c].name] for c, tier in chain.spec.class_tiers]
+        told = [(row, len(ids)) for row, ids in table.token_ids.items()]
+        contents = _contents(
+            table.live, table.valid, table.segments, table.keys.columns[1], table.uids, table.pages, table.copies,
+            *(space.state for space in spaces),
+        )  # fmt: skip
+        return chain.index.key_bytes, table.next_uid, told, contents
+
+    def _seen_of_index(self) -> object:
+        """All that `index` looks at, as values."""
+        table = self._table
+        return _contents(
+            table.live, table.published, table.pins, table.busy, table.copies, table.valid, table.parent,
+            table.last_used, table.redundant,
+        )  # fmt: skip
+
+    def _seen_of_structure(self) -> object:
         """All that `structure` looks at, as values."""
         table, index = self._table, self._chain.index
         columns = (
@@ -124,7 +165,7 @@ class ChainAudit:
             for number, run in index.runs.items()
         ]
         heads = [(head, *numbers) for head, numbers in index.heads.items()]
-        return index.key_bytes, dict(index.sizes), heads, runs, [column.tobytes() for column in columns]
+        return index.key_bytes, dict(index.sizes), heads, runs, _contents(*columns)
 
     def _runs(self) -> RowArray:
         """Every run is a path of alike spans, where it says, and under its first key. The rows of all, ascending."""

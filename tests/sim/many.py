@@ -38,3 +38,12 @@ def run_all(seeds: range, events: int, jobs: int) -> tuple[list[SimReport], dict
             failed[seed] = story
             print(f"seed {seed} ({kind_of(seed)}) FAILED\n{story}\n", flush=True)
     return reports, failed
+
+
+def hold(seeds: range, events: int) -> None:
+    """Raises unless histories of all seeds hold, one after the other."""
+    print(f"seeds {seeds.start}..{seeds.stop - 1}")
+    reports, failed = run_all(seeds, events, 1)
+    assert not failed, "\n".join(failed.values())
+    assert len(reports) == len(seeds)
+    assert all(report.events >= events for report in reports)

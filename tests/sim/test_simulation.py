@@ -1,13 +1,11 @@
 """Seeded histories of small worlds with real bytes; see `tests.sim.simulate`; `make sim` runs more of them."""
 
-import os
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from kvmanager.core.node import Node
-from tests.sim.many import run_all
 from tests.sim.shrink import simulate
 from tests.sim.simulate import FINISH, Simulation, policy_of
 from tests.sim.worlds import KINDS
@@ -17,17 +15,6 @@ from tests.sim.worlds import KINDS
 def test_short_history(seed: int) -> None:
     report = simulate(seed, 300)
     assert report.counters["step"] > 0
-
-
-@pytest.mark.long
-def test_many_long_histories() -> None:
-    """About ten minutes on two idle cores, five CPU seconds a history; `make sim SEEDS=300` runs more of them."""
-    seeds = range(10_000, 10_016)
-    print(f"seeds {seeds.start}..{seeds.stop - 1}")
-    reports, failed = run_all(seeds, 2_000, os.cpu_count() or 1)
-    assert not failed, "\n".join(failed.values())
-    assert len(reports) == len(seeds)
-    assert all(report.events >= 2_000 for report in reports)
 
 
 def test_the_short_histories_reach_what_they_are_for() -> None:
