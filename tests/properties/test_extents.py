@@ -31,7 +31,7 @@ class ExtentsMachine(RuleBasedStateMachine):
     )
     def start(self, extents: int, floors: tuple[int, int], room: tuple[int, int]) -> None:
         floors = floors if sum(floors) <= extents else (0, 0)
-        self.limits = [(floor, min(extents, floor + more)) for floor, more in zip(floors, room, strict=True)]
+        self.limits = [(floor, max(1, min(extents, floor + more))) for floor, more in zip(floors, room, strict=True)]
         groups = [
             sharded_group(6, 1, ranks=RANKS, page_rows=ROWS, name="large"),
             sharded_group(24, 1, ranks=RANKS, page_rows=ROWS, name="small", kv_format=GLM53_TINY),
