@@ -15,8 +15,8 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 
 from kvmanager.clients.admin import AdminClient
-from kvmanager.mapscreen import map_screen
-from kvmanager.top import Sample, Top
+from kvmanager.command.mapscreen import map_screen
+from kvmanager.command.top import Sample, Top
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 80

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvmanager.configuration.groups import STAGING_REGION
+from kvmanager.daemon.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.errors import TransferFailed
 from kvmanager.geometry import TokenOrder
-from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import KVLayout, Section
 from kvmanager.planwire import ring_from_proto, ring_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.transport.executor import Completion, Outcome, RegionMap
 from kvmanager.transport.nixl import ReadResult
 from kvmanager.transport.paths import PullPath

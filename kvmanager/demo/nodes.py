@@ -14,11 +14,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from kvmanager.children import kill_orphans
 from kvmanager.clients.admin import AdminClient
 from kvmanager.clients.glm.config import TINY
 from kvmanager.demo.report import ledger_failures
 from kvmanager.errors import KVError, NotReady
+from kvmanager.keeper.children import kill_orphans
 from kvmanager.layout import KVFormat
 from kvmanager.protos import kvmanager_pb2 as pb
 
@@ -136,7 +136,7 @@ class NodeProcess:
 
     def start(self) -> None:
         """Starts the process; `wait_serving` says when it can be used."""
-        command = [sys.executable, "-m", "kvmanager.cli", "serve", "--config", str(self.config_path)]
+        command = [sys.executable, "-m", "kvmanager.command.cli", "serve", "--config", str(self.config_path)]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 

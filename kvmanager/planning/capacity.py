@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvmanager.configuration.sizing import fit
 from kvmanager.core.events import Open, TicketInfo
 from kvmanager.core.spec import GroupSpec, Limits
 from kvmanager.errors import CapacityError
 from kvmanager.simulation.virtual import KEY_BYTES, VirtualEngine, VirtualNode
-from kvmanager.sizing import fit
 from kvmanager.units import SECOND_NS
 
 TRIES = 6

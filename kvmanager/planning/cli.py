@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from kvmanager.clibase import AsJson, one_line_errors, print_json
+from kvmanager.command.clibase import AsJson, one_line_errors, print_json
 from kvmanager.errors import InvalidArgument
 from kvmanager.planning.models import load_model
 from kvmanager.planning.modes import Machine, Mode, config_text

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
 from kvmanager.errors import InvalidArgument
 from kvmanager.planning.models import Model
 from kvmanager.units import MIB

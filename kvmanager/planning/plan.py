@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.groups import core_limits, plan_memory
+from kvmanager.configuration.sizing import PoolSize, size_of
 from kvmanager.errors import ConfigError, InvalidArgument
-from kvmanager.groups import core_limits, plan_memory
 from kvmanager.planning.capacity import longest_request, most_at_once
 from kvmanager.planning.models import Model
 from kvmanager.planning.modes import DECODE, PREFILL, Machine, Mode, config_of, lacks
 from kvmanager.simulation.rates import LinkRates
-from kvmanager.sizing import PoolSize, size_of
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvmanager.clibase import AsJson, one_line_errors, print_json
+from kvmanager.command.clibase import AsJson, one_line_errors, print_json
 from kvmanager.exitcodes import EXIT_FAILED
 
 if TYPE_CHECKING:

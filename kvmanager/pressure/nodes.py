@@ -14,8 +14,8 @@ from typing import Final
 from kvmanager.clients.admin import AdminClient
 from kvmanager.demo.nodes import NodeProcess
 from kvmanager.errors import InvalidArgument, KVError
+from kvmanager.keeper.lockfile import holder
 from kvmanager.layout import GLM53_TINY
-from kvmanager.lockfile import holder
 from kvmanager.pressure.driver import Target
 
 ROWS: Final = 16

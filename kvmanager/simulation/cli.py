@@ -10,7 +10,7 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from kvmanager.clibase import AsJson, one_line_errors, print_json
+from kvmanager.command.clibase import AsJson, one_line_errors, print_json
 from kvmanager.errors import InvalidArgument
 from kvmanager.replay.cli import recorded_sessions
 from kvmanager.simulation.costs import committed_costs

@@ -14,10 +14,10 @@ from functools import partial
 from importlib.resources import files
 from typing import Final
 
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.groups import plan_memory
 from kvmanager.core.spec import Inclusion, Limits
 from kvmanager.errors import InvalidArgument
-from kvmanager.groups import plan_memory
 from kvmanager.replay.stream import BLOCK_TOKENS
 from kvmanager.simulation.clock import Clock
 from kvmanager.simulation.costs import Chunk, Costs

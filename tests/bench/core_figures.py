@@ -16,7 +16,8 @@ from time import perf_counter
 import numpy as np
 
 from kvmanager.clients.keys import KeyChain
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.groups import core_limits, plan_memory
 from kvmanager.core.events import (
     AttachRank,
     Close,
@@ -37,7 +38,6 @@ from kvmanager.core.node import Node
 from kvmanager.core.prefix import PrefixIndex
 from kvmanager.core.spans import NO_SPAN, SpanTable
 from kvmanager.geometry import TokenOrder
-from kvmanager.groups import core_limits, plan_memory
 from kvmanager.protos import kvmanager_pb2 as pb
 from tests.bench.figure import Figure, best_cpu_s, median_s
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from kvmanager.allocators.backing import open_memfd
 from kvmanager.clients.admin import AdminClient
+from kvmanager.daemon.faultin import FaultIn
 from kvmanager.demo.nodes import PAGE_ROWS, SOURCE_RANKS, NodeProcess, PoolSizes, prefill_toml
-from kvmanager.faultin import FaultIn
 from kvmanager.layout import GLM53_TINY
 from kvmanager.units import GIB
 from tests.bench.figure import Figure, median_s

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvmanager.layout import GLM53, native_layout
-from kvmanager.movertransfers import AHEAD_ON_GPU
+from kvmanager.mover.movertransfers import AHEAD_ON_GPU
 from kvmanager.transport.cuda import BOUNCE_BYTES
 from kvmanager.units import MIB
 from tests.bench.figure import Figure

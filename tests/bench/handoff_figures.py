@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from importlib.resources import files
 from typing import Any
 
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.groups import core_limits, plan_memory
 from kvmanager.core.events import (
     AcceptTicket,
     CheckTicket,
@@ -18,12 +19,11 @@ from kvmanager.core.events import (
     ReleaseTicket,
     TicketInfo,
 )
-from kvmanager.groups import core_limits, plan_memory
-from kvmanager.handoff import source_spans
-from kvmanager.messages import span_run
+from kvmanager.daemon.handoff import source_spans
+from kvmanager.daemon.pulls import Staging, TargetClass, build_pull
 from kvmanager.planwire import ring_from_proto, ring_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.pulls import Staging, TargetClass, build_pull
+from kvmanager.services.messages import span_run
 from kvmanager.units import KIB, MIB
 from kvmanager.wire import layout_from_proto, layout_to_proto, pack_u32
 from tests.bench.figure import Figure

@@ -25,14 +25,14 @@ import numpy as np
 
 from kvmanager.allocators.cuda_driver import DeviceContext, call, device_ordinal
 from kvmanager.allocators.device_memory import DeviceMapping, create_device_memory
+from kvmanager.configuration.groups import STAGING_REGION
 from kvmanager.core.events import PullTarget
 from kvmanager.core.plans import StridedCopies
 from kvmanager.core.spanplans import SpanRun
+from kvmanager.daemon.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
-from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import GLM53, GLM53_TINY, KVLayout, indexer_layout, latent_layout, native_layout
-from kvmanager.movertransfers import AHEAD_ON_GPU, placing
-from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull
+from kvmanager.mover.movertransfers import AHEAD_ON_GPU, placing
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.cuda import CudaExecutor
 from kvmanager.transport.cuda_copies import Box, CudaCopies

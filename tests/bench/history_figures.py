@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kvmanager.core.audit import audit
 from kvmanager.core.events import Effect, Event
-from kvmanager.history import WAITING_MAX, History
-from kvmanager.historyrecords import Recorder
+from kvmanager.observing.history import WAITING_MAX, History
+from kvmanager.observing.historyrecords import Recorder
 from tests.bench.figure import Figure
 from tests.sim.driver import Client, Driver, sharded_group
 

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from kvmanager.core.events import TimelinesRead
 from kvmanager.core.state import COUNTERS
-from kvmanager.meter import Meter
-from kvmanager.metrics import view
+from kvmanager.observing.meter import Meter
+from kvmanager.observing.metrics import view
 from tests.bench.figure import Figure
 from tests.sim.driver import Client, Driver, sharded_group
 

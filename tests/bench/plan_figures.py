@@ -10,11 +10,11 @@ import numpy as np
 from kvmanager.core.events import PullTarget
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.core.spanplans import SpanRun, copy_spans
+from kvmanager.daemon.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.layout import GLM53, indexer_layout, latent_layout, layer_major_layout, native_layout
 from kvmanager.planwire import plan_to_proto, ring_from_proto, ring_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.units import KIB, MIB
 from tests.bench.figure import Figure
 

@@ -10,12 +10,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from kvmanager.configuration.groups import STAGING_REGION
 from kvmanager.core.events import PullTarget
 from kvmanager.core.spanplans import SpanRun
+from kvmanager.daemon.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
-from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import GLM53, KVLayout, Section, indexer_layout, latent_layout, native_layout
-from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.transport.executor import Outcome, RegionMap
 from kvmanager.transport.nixl import NixlReader
 from kvmanager.transport.packed_reads import PackedReads

@@ -29,7 +29,7 @@ from tests.bench.state_node import START_S, state_node
 
 REQUEST_TOKENS = 1 << 19
 KILLS = 3
-IMPORT_S = "import time; w, c = time.perf_counter(), time.process_time(); import kvmanager.daemon; " \
+IMPORT_S = "import time; w, c = time.perf_counter(), time.process_time(); import kvmanager.daemon.daemon; " \
     "print(time.perf_counter() - w, time.process_time() - c)"  # fmt: skip
 NAMESPACE = pb.Namespace(
     model="bench", weights_revision="r", kv_format=GLM53_TINY.name, key_tokens=PAGE_ROWS, key_bytes=KEY_BYTES,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from kvmanager import daemon
-from kvmanager.config import NodeConfig
-from kvmanager.faultin import FaultIn
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.daemon import daemon
+from kvmanager.daemon.faultin import FaultIn
 
 
 def main(arguments: list[str]) -> int:

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvmanager.children import KeeperLimits
 from kvmanager.clients.admin import AdminClient
 from kvmanager.errors import KVError
-from kvmanager.keeper import Keeper
+from kvmanager.keeper.children import KeeperLimits
+from kvmanager.keeper.keeper import Keeper
 
 START_S = 60.0
 
@@ -57,7 +57,7 @@ def _keeper(config: str, runtime_dir: Path) -> int:
     python = (sys.executable, "-m")
     daemon = (*python, "tests.bench.state_daemon", "--config", config)
     mover = (*python, "kvmanager.mover", "--runtime-dir", str(runtime_dir), "--device", "cpu")
-    spare = (*python, "kvmanager.spare", "tests.bench.state_daemon", "--config", config)
+    spare = (*python, "kvmanager.keeper.spare", "tests.bench.state_daemon", "--config", config)
     return Keeper(runtime_dir, daemon, {"mover-cpu": mover}, KeeperLimits(), spare_command=spare).run()
 
 

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from time import thread_time
 
-from kvmanager import journal
 from kvmanager.core.digest import state_digest
 from kvmanager.core.events import Event, Open, Progress, Step
 from kvmanager.core.node import Node
-from kvmanager.journal import Fingerprints, Journal
-from kvmanager.journalcodec import Codec
+from kvmanager.journal import journal
+from kvmanager.journal.journal import Fingerprints, Journal
+from kvmanager.journal.journalcodec import Codec
 from kvmanager.replay.cli import Asked, replay_file
 from tests.bench.core_figures import STATE_TOKENS, TOKENS, Driver, session_keys
 from tests.bench.figure import Figure, median_s

@@ -17,8 +17,8 @@ from typing import Any, Final
 from kvmanager.demo.nodes import NodeProcess
 from kvmanager.errors import KVError
 from kvmanager.framing import readable
+from kvmanager.keeper.lockfile import holder
 from kvmanager.killpoints import VARIABLE, KillOrder
-from kvmanager.lockfile import holder
 from kvmanager.protos import kvmanager_pb2 as pb
 from tests.integration.nodes_support import Node, decode_toml, prefill_toml
 

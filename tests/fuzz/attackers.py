@@ -15,13 +15,13 @@ import grpc
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from kvmanager.access import ROLES
 from kvmanager.clients.attach import Attachment, attach, grpc_channel
 from kvmanager.clients.engine import EngineClient
+from kvmanager.daemon.moverlink import mover_socket
 from kvmanager.errors import KVError
-from kvmanager.moverlink import mover_socket
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import ATTACH_SOCKET, GRPC_SOCKET
+from kvmanager.services.access import ROLES
 from kvmanager.wire import pack_u32, pack_u64, unpack_u32
 from tests.fuzz import noise
 

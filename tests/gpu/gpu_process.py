@@ -37,7 +37,7 @@ def say(*words: object) -> None:
 def maker(keeper_fd: int, size: int) -> None:
     from kvmanager.allocators.cuda_driver import call
     from kvmanager.allocators.device_memory import create_device_memory
-    from kvmanager.keeperlink import KeeperLink
+    from kvmanager.daemon.keeperlink import KeeperLink
 
     fd = create_device_memory("test", "cuda:0", size)
     KeeperLink(keeper_fd).deposit("memory", size, fd)
@@ -56,7 +56,7 @@ class NoStore:
 
 def keeper() -> None:
     """Clients' sockets come as descriptor numbers on stdin, inherited; one at a time."""
-    from kvmanager.deposits import DepositBox
+    from kvmanager.keeper.deposits import DepositBox
 
     box = DepositBox(NoStore(), lambda _: None)
     channels: list[socket.socket] = [socket.socket(fileno=int(fd)) for fd in sys.argv[2:]]

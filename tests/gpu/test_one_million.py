@@ -20,10 +20,10 @@ from kvmanager.allocators.cuda_driver import DeviceContext
 from kvmanager.clients.glm.gpu_resolver import GpuResolver
 from kvmanager.clients.glm.gpu_swapin import RowPieces, SwapIn
 from kvmanager.clients.glm.sparse_tables import PAGE_ROW, SPAN_ROW, SparseShape, group_place
+from kvmanager.configuration.groups import core_limits, plan_memory
 from kvmanager.core.audit import audit
 from kvmanager.core.events import CopyOutcome, SpanRunTable, StartPull, Trim
 from kvmanager.errors import KVError
-from kvmanager.groups import core_limits, plan_memory
 from kvmanager.layout import GLM53, latent_layout
 from kvmanager.transport.cuda_copies import CudaCopies
 from kvmanager.transport.executor import RegionMap

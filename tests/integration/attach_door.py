@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvmanager.attach import AttachServer, ClientIdentity
 from kvmanager.clients.attach import Attachment, attach
+from kvmanager.daemon.attach import AttachServer, ClientIdentity
 from kvmanager.errors import UnknownRequest
 
 WAIT_S = 60.0

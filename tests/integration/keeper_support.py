@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from kvmanager.children import kill_orphans
 from kvmanager.framing import readable
+from kvmanager.keeper.children import kill_orphans
 
 WAIT_S = 60.0
 KEEPER = """
@@ -21,13 +21,13 @@ from pathlib import Path
 from kvmanager.errors import ConfigError, DaemonError
 from kvmanager.exitcodes import EXIT_CONFIG
 from kvmanager.framing import readable
-from kvmanager.keeper import Keeper, KeeperLimits
+from kvmanager.keeper.keeper import Keeper, KeeperLimits
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 limits = KeeperLimits(
     drain_s={drain_s}, mover_stop_s={drain_s}, restarts_max=3, backoff_first_s=0.01, spare_after_s=0.02
 )
 python = (sys.executable, "-c")
-spare = (sys.executable, "-m", "kvmanager.spare", {spare!r}) if {spare!r} else ()
+spare = (sys.executable, "-m", "kvmanager.keeper.spare", {spare!r}) if {spare!r} else ()
 try:
     movers = {{"mover": (*python, {mover!r})}}
     code = Keeper(Path({runtime_dir!r}), (*python, {daemon!r}), movers, limits, spare_command=spare).run()
@@ -53,7 +53,7 @@ time.sleep(600)
 LINKED_DAEMON = """
 import os, signal, sys, time
 from pathlib import Path
-from kvmanager.keeperlink import KeeperLink
+from kvmanager.daemon.keeperlink import KeeperLink
 from kvmanager.framing import readable
 link = KeeperLink(int(sys.argv[2]))
 link.listen(Path({runtime_dir!r}))

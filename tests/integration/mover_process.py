@@ -12,7 +12,7 @@ import numpy as np
 
 from kvmanager.allocators.backing import create_memfd, map_fd
 from kvmanager.core.plans import CopyPlan, Purpose
-from kvmanager.moverlink import MoverLink, mover_socket
+from kvmanager.daemon.moverlink import MoverLink, mover_socket
 from kvmanager.transport.pacing import NO_LIMITS
 from kvmanager.wire import RegionInfo, RegionKind, unpack_u64
 from tests.plans import strided

@@ -168,6 +168,6 @@ def terminal(directory: Path) -> Iterator[Terminal]:
 
 def command(*words: str) -> str:
     """`kvmanager WORDS` with this interpreter, as a shell takes it; the screen is empty before."""
-    return "clear; " + shlex.join([sys.executable, "-m", "kvmanager.cli", *words])
+    return "clear; " + shlex.join([sys.executable, "-m", "kvmanager.command.cli", *words])
 
 

@@ -17,8 +17,9 @@ import grpc
 import pytest
 from attach_door import BOOT_ID, WAIT_S, Door
 
-from kvmanager.attach import ClientIdentity
 from kvmanager.clients.attach import attach, grpc_channel
+from kvmanager.daemon.attach import ClientIdentity
+from kvmanager.daemon.peerprocess import open_pidfd, read_peer
 from kvmanager.errors import (
     ConfigError,
     Draining,
@@ -30,7 +31,6 @@ from kvmanager.errors import (
     UnknownRequest,
 )
 from kvmanager.framing import MAX_FDS, MAX_JSON_BYTES, receive_json
-from kvmanager.peerprocess import open_pidfd, read_peer
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.runtime_dir import bind_socket

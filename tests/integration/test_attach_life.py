@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from attach_door import WAIT_S, Door, spawn
 
-from kvmanager.attach import CONNECTIONS_MAX, ClientIdentity
+from kvmanager.daemon.attach import CONNECTIONS_MAX, ClientIdentity
 from kvmanager.errors import Unauthorized
 
 

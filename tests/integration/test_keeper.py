@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from keeper_support import MOVER, WAIT_S, gone, keeper, lives
 
-from kvmanager.deposits import Deposit, DepositBox
+from kvmanager.daemon.keeperlink import KeeperLink
 from kvmanager.errors import DaemonError
 from kvmanager.exitcodes import EXIT_CONFIG
-from kvmanager.keeper import main
-from kvmanager.keeperlink import KeeperLink
+from kvmanager.keeper.deposits import Deposit, DepositBox
+from kvmanager.keeper.keeper import main
 
 
 def test_sigterm_drains_the_daemon_then_stops_the_mover(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_memory_survives_the_daemon(tmp_path: Path) -> None:
     """The first daemon deposits and dies; the second gets the same bytes back and forgets one piece."""
     daemon = """
 import os, signal, sys, time
-from kvmanager.keeperlink import KeeperLink
+from kvmanager.daemon.keeperlink import KeeperLink
 link = KeeperLink(int(sys.argv[2]))
 assert sys.argv[1] == "--keeper-fd"
 held = link.reclaim()
@@ -218,7 +218,7 @@ def test_sighup_waits_for_a_daemon_that_serves_and_is_passed_on(tmp_path: Path) 
     daemon = f"""
 import os, signal, sys
 from pathlib import Path
-from kvmanager.keeperlink import KeeperLink
+from kvmanager.daemon.keeperlink import KeeperLink
 link = KeeperLink(int(sys.argv[2]))
 link.listen(Path({str(tmp_path)!r}))
 print("begins", os.getpid())

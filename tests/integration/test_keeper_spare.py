@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from keeper_support import LINKED_DAEMON, SAY, WAIT_S, gone, keeper, kill_and_wait, lives, said
 
-from kvmanager import lockfile
+from kvmanager.keeper import lockfile
 from kvmanager.killpoints import VARIABLE as KILL_AT
 from kvmanager.killpoints import KillOrder
 
@@ -222,8 +222,8 @@ def test_what_it_loads_is_what_is_started():
     """The real program: a spare loads all that a daemon needs, and no thread is left."""
     code = """
 import sys, threading
-from kvmanager.spare import LoadedProgram
-program = LoadedProgram("kvmanager.daemon")
+from kvmanager.keeper.spare import LoadedProgram
+program = LoadedProgram("kvmanager.daemon.__main__")
 assert program.current
 assert {"grpc", "numpy", "kvmanager.core.node"} <= sys.modules.keys()
 print(threading.active_count())

@@ -18,10 +18,10 @@ from keeper_support import (
     said,
 )
 
-from kvmanager import lockfile
-from kvmanager.children import kill_orphans
 from kvmanager.exitcodes import EXIT_CONFIG
-from kvmanager.handover import VARIABLE as STATE
+from kvmanager.keeper import lockfile
+from kvmanager.keeper.children import kill_orphans
+from kvmanager.keeper.handover import VARIABLE as STATE
 from kvmanager.killpoints import VARIABLE as KILL_AT
 
 RSS_MAX_KIB = 30 * 1024

@@ -11,9 +11,9 @@ import time
 import pytest
 from keeper_support import LINKED_DAEMON, WAIT_S, gone, keeper, kill_and_wait, lives, said
 
-from kvmanager.children import kill_orphans
-from kvmanager.deposits import Deposit, DepositBox
-from kvmanager.systemd import Systemd, stored_deposits
+from kvmanager.keeper.children import kill_orphans
+from kvmanager.keeper.deposits import Deposit, DepositBox
+from kvmanager.keeper.systemd import Systemd, stored_deposits
 
 HELD = "[('hbm', 4096, 'bytes of hbm'), ('host', 4096, 'bytes of host')]"
 
@@ -216,7 +216,7 @@ time.sleep(99)
 
 STANDING = """
 import signal, sys, time
-from kvmanager.keeperlink import KeeperLink
+from kvmanager.daemon.keeperlink import KeeperLink
 link = KeeperLink(int(sys.argv[2]))
 link.say("serving")
 beats = {beats}

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvmanager import lockfile
 from kvmanager.core.plans import CopyPlan, Purpose
+from kvmanager.daemon.moverlink import mover_socket
 from kvmanager.errors import PeerUnreachable
 from kvmanager.framing import send_frame
-from kvmanager.moverlink import mover_socket
+from kvmanager.keeper import lockfile
 from kvmanager.planwire import plan_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import KEEPER_LOCK

@@ -30,6 +30,7 @@ from nodes_support import (
 from kvmanager.clients.attach import attach, grpc_channel
 from kvmanager.clients.attached_engine import AttachedEngine
 from kvmanager.clients.engine import RequestStep
+from kvmanager.daemon.probe import probe_key
 from kvmanager.demo.nodes import NAMESPACE
 from kvmanager.errors import (
     InvalidArgument,
@@ -44,7 +45,6 @@ from kvmanager.errors import (
     UnknownRequest,
 )
 from kvmanager.layout import GLM53_TINY, native_layout
-from kvmanager.probe import probe_key
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.runtime_dir import GRPC_SOCKET
@@ -359,7 +359,7 @@ def serve(tmp_path, text: str) -> subprocess.CompletedProcess[str]:
     """`kvmanager serve` with this configuration, which must end it."""
     path = tmp_path / "node.toml"
     path.write_text(text, encoding="utf-8")
-    command = [sys.executable, "-m", "kvmanager.cli", "serve", "--config", str(path)]
+    command = [sys.executable, "-m", "kvmanager.command.cli", "serve", "--config", str(path)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

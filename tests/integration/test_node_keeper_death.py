@@ -20,8 +20,8 @@ from nodes_support import (
 
 from kvmanager.demo.nodes import NodeProcess
 from kvmanager.errors import KVError
+from kvmanager.keeper.lockfile import holder
 from kvmanager.killpoints import VARIABLE as KILL_AT
-from kvmanager.lockfile import holder
 
 
 @pytest.fixture

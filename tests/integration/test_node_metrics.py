@@ -234,7 +234,7 @@ def optional(name: str) -> bool:
     from prometheus_client import CollectorRegistry
 
     from kvmanager.core.state import COUNTERS
-    from kvmanager.meter import Meter
+    from kvmanager.observing.meter import Meter
 
     registry = CollectorRegistry()
     Meter(registry, dict.fromkeys(COUNTERS, 0))

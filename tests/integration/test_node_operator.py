@@ -29,12 +29,12 @@ from nodes_support import (
 )
 from typer.testing import CliRunner
 
-from kvmanager.cli import app
 from kvmanager.clients.attached_engine import AttachedEngine
+from kvmanager.command.cli import app
 from kvmanager.errors import Draining, KVError
 from kvmanager.protos import kvmanager_pb2 as pb
 
-KVMANAGER = [sys.executable, "-m", "kvmanager.cli"]
+KVMANAGER = [sys.executable, "-m", "kvmanager.command.cli"]
 HEX = re.compile(r"[0-9a-f]+")
 
 

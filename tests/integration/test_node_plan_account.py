@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nodes_support import node, prefill_toml, rotate, wait_for
 
-from kvmanager.moverlink import mover_socket
+from kvmanager.daemon.moverlink import mover_socket
 from tests.integration.mover_process import Client
 
 NEWER_BOOT = 1 << 62

@@ -21,8 +21,8 @@ from nodes_support import (
 )
 from typer.testing import CliRunner
 
-from kvmanager import lockfile
-from kvmanager.cli import app
+from kvmanager.command.cli import app
+from kvmanager.keeper import lockfile
 from kvmanager.runtime_dir import KEEPER_LOCK
 
 SAFE = "[health]\ncore_ms = 7777\n[fence]\naction = \"kill\"\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvmanager.cli import app
+from kvmanager.command.cli import app
 from kvmanager.demo.nodes import NodeProcess
 from kvmanager.layout import GLM53_TINY
 

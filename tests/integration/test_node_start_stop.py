@@ -33,7 +33,7 @@ SLOW_START = """
 import os, sys
 if "kvmanager.daemon" in " ".join(sys.orig_argv):
     import time
-    from kvmanager import faultin
+    from kvmanager.daemon import faultin
     faultin.PIECE_BYTES = 1 << 20
     populate = faultin.populate
     def slow(fd, offset, size):
@@ -86,7 +86,7 @@ def test_a_starting_node_shows_its_progress_and_lets_no_engine_in(tmp_path: Path
         assert health_of(process.runtime_dir) == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(NotReady, match=r"the node starts: .* of .* are faulted in"):
             prefill_engine(process.runtime_dir)
-        command = [sys.executable, "-m", "kvmanager.cli", "status", "--runtime-dir", str(process.runtime_dir)]
+        command = [sys.executable, "-m", "kvmanager.command.cli", "status", "--runtime-dir", str(process.runtime_dir)]
         shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
         assert "starting" in shown
         assert "faulted in" in shown

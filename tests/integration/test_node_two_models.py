@@ -12,10 +12,10 @@ from nodes_support import RANKS, ROWS, SPAN, Node, device_pages, kill_and_wait, 
 from kvmanager.clients.attached_engine import AttachedEngine
 from kvmanager.clients.engine import RequestStep
 from kvmanager.clients.keys import KeyChain
+from kvmanager.command.screens import UNOWNED_EXTENT
 from kvmanager.demo.nodes import NAMESPACE
 from kvmanager.layout import GLM53, GLM53_TINY, KVFormat, native_layout
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.screens import UNOWNED_EXTENT
 from kvmanager.wire import unpack_u32
 
 LARGE_BYTES, SMALL_BYTES = GLM53.page_bytes(ROWS), GLM53_TINY.page_bytes(ROWS)

@@ -35,9 +35,9 @@ from nodes_support import (
     wait_for,
 )
 
-from kvmanager import journal
 from kvmanager.clients.engine import RequestStep
 from kvmanager.errors import KVError, StaleBoot
+from kvmanager.journal import journal
 from kvmanager.protos import kvmanager_pb2 as pb
 
 CLOSE = [pb.CloseRequest(request_id=1, reason=pb.FINISHED)]
@@ -323,7 +323,7 @@ def test_a_node_that_waits_for_its_operator_stops_when_told(tmp_path) -> None:
 
 
 def command(word: str, served: Node) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-m", "kvmanager.cli", word, "--runtime-dir", str(served.runtime_dir)]
+    program = [sys.executable, "-m", "kvmanager.command.cli", word, "--runtime-dir", str(served.runtime_dir)]
     return subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -370,7 +370,7 @@ def test_keys_say_which_prefix_is_cached_after_a_restart(served: Node) -> None:
 
 def test_cold_is_a_word_of_the_command() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "kvmanager.cli", "serve", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "kvmanager.command.cli", "serve", "--help"], capture_output=True, text=True, check=True
     )
     assert "--cold" in done.stdout
 
@@ -379,8 +379,8 @@ def test_an_upgrade_under_load_keeps_engines_attached(served: Node) -> None:
     """They pause and go on, with the same pages; the journal is one snapshot, which a newer core may read."""
     engine = prefill_engine(served.runtime_dir)
     boot_id, epoch = engine.client.boot_id, engine.client.epoch
-    command = [sys.executable, "-m", "kvmanager.cli", "upgrade", "--runtime-dir", str(served.runtime_dir), "--json"]
-    upgrade = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "kvmanager.command.cli", "upgrade", "--runtime-dir", str(served.runtime_dir)]
+    upgrade = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True)
     number = 0
     while upgrade.poll() is None or number < 5:
         run_request(engine, number, tokens_of(number % 5, 5 * SPAN), number % 5)

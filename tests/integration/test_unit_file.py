@@ -15,10 +15,10 @@ from keeper_support import WAIT_S
 from nodes_support import prefill_toml, wait_for
 from test_keeper_systemd import PlayedSystemd
 
-from kvmanager import systemd
-from kvmanager.attach import CONNECTIONS_MAX
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.daemon.attach import CONNECTIONS_MAX
 from kvmanager.exitcodes import EXIT_CONFIG
+from kvmanager.keeper import systemd
 
 UNIT = files("kvmanager").joinpath("deployments/kvmanager@.service").read_text(encoding="utf-8")
 FDS_A_CLIENT = 2
@@ -73,7 +73,7 @@ def test_a_node_run_as_the_unit_says(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvmanager.cli", *command[1:]], env=environment, stdout=output, stderr=output
+            [sys.executable, "-m", "kvmanager.command.cli", *command[1:]], env=environment, stdout=output, stderr=output
         )
     try:
         played.hear_until("READY", "1")

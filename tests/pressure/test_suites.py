@@ -66,7 +66,7 @@ def test_the_plug_in_runs_suites(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_it_found_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvmanager.cli", "pressure", "no-host", "--seed", "4", "--json"]
+    command = [sys.executable, "-m", "kvmanager.command.cli", "pressure", "no-host", "--seed", "4", "--json"]
     done = subprocess.run(command, cwd=tmp_path, env=OURS, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -8,15 +8,15 @@ import secrets
 import numpy as np
 import pytest
 
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.groups import plan_memory
 from kvmanager.core.events import CopyOutcome, Opened
 from kvmanager.core.leaseevents import AcquirePrefix, EndLease, ReserveSpans
 from kvmanager.core.spec import GroupSpec
 from kvmanager.errors import CapacityError, ConfigError, KVError
-from kvmanager.groups import plan_memory
 from kvmanager.layout import plain_format, plain_layout
+from kvmanager.services.worker_service import _layouts
 from kvmanager.wire import RegionKind
-from kvmanager.worker_service import _layouts
 from tests.sim.bytes_driver import BytesDriver
 from tests.sim.driver import Client, Driver, chain_keys, pages_of
 

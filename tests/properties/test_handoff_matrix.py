@@ -12,9 +12,9 @@ import pytest
 
 from kvmanager.core.events import PullTarget
 from kvmanager.core.spanplans import SpanRun
+from kvmanager.daemon.pulls import TargetClass, share_out
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.layout import KVFormat, KVLayout, indexer_layout, latent_layout, layer_major_layout, native_layout
-from kvmanager.pulls import TargetClass, share_out
 from kvmanager.transport.executor import Outcome
 from tests.pulled import POISON, Pulled, SourceMemory, places, put
 

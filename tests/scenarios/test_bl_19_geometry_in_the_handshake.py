@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvmanager.compatibility import check_ticket
 from kvmanager.core.events import PullTarget
 from kvmanager.core.spanplans import SpanRun
+from kvmanager.daemon.compatibility import check_ticket
+from kvmanager.daemon.pulls import TargetClass, share_out
 from kvmanager.errors import InvalidArgument, LayoutMismatch
 from kvmanager.geometry import SEQUENTIAL, ShardGeometry, TokenOrder
 from kvmanager.layout import GLM53, GLM53_TINY, native_layout
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.pulls import TargetClass, share_out
 from kvmanager.transport.executor import Outcome
 from kvmanager.wire import layout_from_proto, layout_to_proto
 from tests.pulled import POISON, Pulled, SourceMemory, places, put

@@ -5,9 +5,9 @@ import pytest
 
 from kvmanager.core.events import PullTarget
 from kvmanager.core.spanplans import SpanRun
+from kvmanager.daemon.pulls import TargetClass, split_at
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.layout import GLM53_TINY, indexer_layout, latent_layout, native_layout
-from kvmanager.pulls import TargetClass, split_at
 from kvmanager.transport.executor import Outcome
 from tests.pulled import POISON, Pulled, SourceMemory, put
 

@@ -4,14 +4,14 @@ import sys
 
 import numpy as np
 
+from kvmanager.configuration.groups import STAGING_REGION
 from kvmanager.core.events import PullTarget
 from kvmanager.core.spanplans import SpanRun
+from kvmanager.daemon.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
-from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import GLM53, GLM53_TINY, indexer_layout, latent_layout, native_layout
 from kvmanager.planwire import ring_from_proto, ring_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.transport.executor import Outcome
 from kvmanager.transport.ring import RingPull
 from kvmanager.transport.runs import join_neighbours

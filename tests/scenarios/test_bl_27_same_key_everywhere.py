@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kvmanager.core.events import Open
-from kvmanager.messages import namespace_digest
+from kvmanager.services.messages import namespace_digest
 from tests.sim.bytes_driver import BytesClient, start
 from tests.sim.driver import Client
 
@@ -17,7 +17,7 @@ SPAN = ROWS * RANKS
 PROBE = """
 import json, numpy as np
 from kvmanager.clients.keys import KeyChain
-from kvmanager.messages import namespace_digest
+from kvmanager.services.messages import namespace_digest
 from kvmanager.protos import kvmanager_pb2 as pb
 ns = pb.Namespace(model="m", weights_revision="1", kv_format="f", key_hash="sha256", key_bytes=16, key_tokens=4)
 chain = KeyChain(ns)

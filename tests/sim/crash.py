@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 
-from kvmanager import journal
 from kvmanager.core.audit import audit
 from kvmanager.core.digest import state_digest
 from kvmanager.core.events import (
@@ -27,7 +26,8 @@ from kvmanager.core.events import (
     Replied,
 )
 from kvmanager.core.node import Node
-from kvmanager.journalcodec import Codec, configuration
+from kvmanager.journal import journal
+from kvmanager.journal.journalcodec import Codec, configuration
 from tests.chaos.schedule import Kill
 from tests.sim.harness import World
 

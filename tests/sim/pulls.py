@@ -21,9 +21,9 @@ from kvmanager.core.group import Group
 from kvmanager.core.plans import StridedCopies
 from kvmanager.core.spanplans import SpanRun, copy_spans
 from kvmanager.core.spec import ChainSpec, Placement
+from kvmanager.daemon.pulls import TargetClass, share_out
 from kvmanager.errors import KVError, PeerUnreachable, StalePage, TransferFailed
 from kvmanager.geometry import TokenOrder
-from kvmanager.pulls import TargetClass, share_out
 from kvmanager.transport.cpu import copy_piece
 from tests.sim.network import Network
 from tests.sim.worker import Claim

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvmanager.configuration.hostregions import HostRegion, in_extents
 from kvmanager.core.spec import (
     ChainSpec,
     GroupSpec,
@@ -19,7 +20,6 @@ from kvmanager.core.spec import (
     TenantSpec,
 )
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
-from kvmanager.hostregions import HostRegion, in_extents
 from kvmanager.layout import KVFormat, indexer_layout, latent_layout, native_layout, plain_format, plain_layout
 from tests.sim.content import PAGE_ROWS
 

@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from kvmanager.access import ROLES as ROLES_OF
-from kvmanager.access import Gatekeeper
-from kvmanager.attach import ROLES, ClientIdentity
-from kvmanager.callers import Callers
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.securityconfig import AccessSection
+from kvmanager.daemon.attach import ROLES, ClientIdentity
 from kvmanager.errors import ConfigError, Unauthorized
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.securityconfig import AccessSection
+from kvmanager.services.access import ROLES as ROLES_OF
+from kvmanager.services.access import Gatekeeper
+from kvmanager.services.callers import Callers
 from kvmanager.wire import TOKEN_METADATA_KEY, error_from_rpc
 from tests.minimal_config import minimal_toml
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvmanager.attach import ClientIdentity
-from kvmanager.callers import Callers
+from kvmanager.daemon.attach import ClientIdentity
 from kvmanager.errors import KVError, Suspect, Unauthorized
+from kvmanager.services.callers import Callers
 
 
 class Identities:

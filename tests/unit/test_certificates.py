@@ -18,18 +18,18 @@ import pytest
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
-from kvmanager.callers import Whose, typed
-from kvmanager.certificates import Certificates, http_tls
-from kvmanager.cli import app
-from kvmanager.config import NodeConfig
+from kvmanager.command.cli import app
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.securityconfig import PeerSection, TlsSection
+from kvmanager.daemon.peers import Peers
 from kvmanager.errors import ConfigError, KVError, PeerUnreachable, Unauthorized
-from kvmanager.httpprobes import HttpProbes
-from kvmanager.peer_service import PeerService
-from kvmanager.peerdoor import PeerDoor
-from kvmanager.peers import Peers
+from kvmanager.observing.httpprobes import HttpProbes
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
-from kvmanager.securityconfig import PeerSection, TlsSection
+from kvmanager.services.callers import Whose, typed
+from kvmanager.services.certificates import Certificates, http_tls
+from kvmanager.services.peer_service import PeerService
+from kvmanager.services.peerdoor import PeerDoor
 from kvmanager.wire import error_from_rpc
 from tests.authority import Authority, Signed, needs_openssl
 from tests.minimal_config import minimal_toml

@@ -19,10 +19,11 @@ import pytest
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
-from kvmanager import __version__, mapscreen, screens
-from kvmanager.attach import AttachServer
-from kvmanager.cli import app
+from kvmanager import __version__
 from kvmanager.clients.admin import AdminClient, to_plain
+from kvmanager.command import mapscreen, screens
+from kvmanager.command.cli import app
+from kvmanager.daemon.attach import AttachServer
 from kvmanager.errors import DaemonError, Draining, InvalidArgument, KVError, NotReady, Unauthorized
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
@@ -493,8 +494,7 @@ def test_replay_of_what_is_no_recording(tmp_path: Path) -> None:
 
 
 def test_the_module_is_the_command() -> None:
-    """`python -m kvmanager.cli` as a program: exit code and one line, no traceback."""
-    command = [sys.executable, "-m", "kvmanager.cli", "status", "--runtime-dir", "/nonexistent"]
+    """`python -m kvmanager.command.cli` as a program: exit code and one line, no traceback."""
+    command = [sys.executable, "-m", "kvmanager.command.cli", "status", "--runtime-dir", "/nonexistent"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 3
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stderr.count("\n")) == (3, 1)

@@ -14,7 +14,7 @@ import typer.main
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from typer.testing import CliRunner
 
-from kvmanager.cli import app
+from kvmanager.command.cli import app
 from kvmanager.protos import kvmanager_pb2 as pb
 
 SHAPES = json.loads(Path(__file__).with_name("cli_shapes.json").read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvmanager.core.events import CopyOutcome
-from kvmanager.movers import _OUTCOMES
+from kvmanager.daemon.movers import _OUTCOMES
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.transport.executor import Outcome
 

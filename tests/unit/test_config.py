@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.groups import core_limits, plan_memory
+from kvmanager.configuration.sizing import size_of
 from kvmanager.errors import ConfigError
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
-from kvmanager.groups import core_limits, plan_memory
 from kvmanager.layout import GLM53_TINY
-from kvmanager.sizing import size_of
 from kvmanager.units import MIB
 from tests.minimal_config import minimal_toml
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvmanager.admin_service import _leases, _prefixes, _requests, _status
 from kvmanager.core.events import AcceptTicket, ExportRequestKV, RegisterEngine
 from kvmanager.core.spec import Limits, TenantSpec
 from kvmanager.errors import PoolExhausted, Unauthorized
+from kvmanager.services.admin_service import _leases, _prefixes, _requests, _status
 from tests.sim.driver import Client, Driver, sharded_group
 
 SPAN = 512

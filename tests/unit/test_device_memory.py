@@ -12,10 +12,10 @@ import pytest
 from kvmanager.allocators.backing import open_memfd
 from kvmanager.allocators.cuda_driver import EXIT_FORKED, device_ordinal
 from kvmanager.allocators.device_memory import same_memory
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.groups import plan_memory
+from kvmanager.daemon.memory import NodeRegions
 from kvmanager.errors import InvalidArgument
-from kvmanager.groups import plan_memory
-from kvmanager.memory import NodeRegions
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -80,7 +80,7 @@ def test_without_cuda_everything_loads_and_asking_for_a_gpu_says_what_is_missing
     result = run(
         "import sys\n"
         "sys.modules['cuda'] = None\n"
-        "import kvmanager.daemon, kvmanager.mover, kvmanager.clients.worker\n"
+        "import kvmanager.daemon.daemon, kvmanager.mover, kvmanager.clients.worker\n"
         "from kvmanager.allocators.device_memory import create_device_memory\n"
         "from kvmanager.errors import DeviceError\n"
         "try: create_device_memory('x', 'cuda:0', 1)\n"

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvmanager.configuration.groups import STAGING_REGION
 from kvmanager.core.events import PullTarget
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.core.spanplans import SpanRun, copy_pages
+from kvmanager.daemon.pulls import TargetClass
 from kvmanager.errors import TransferFailed, TransferTimeout
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
-from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import KVFormat, indexer_layout, latent_layout, native_layout
-from kvmanager.pulls import TargetClass
 from kvmanager.transport import paths
 from kvmanager.transport.direct_reads import JoinedReads
 from kvmanager.transport.executor import Outcome, RegionMap

@@ -14,8 +14,8 @@ import pytest
 import typer.main
 import yaml
 
-from kvmanager import cli
-from kvmanager.reload import RELOADABLE
+from kvmanager.command import cli
+from kvmanager.configuration.reload import RELOADABLE
 from tests.apidoc import anchors, page
 
 ROOT = Path(__file__).resolve().parents[2]

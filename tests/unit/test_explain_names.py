@@ -6,8 +6,8 @@ import pytest
 
 from kvmanager.core.spec import Limits
 from kvmanager.errors import InvalidArgument
-from kvmanager.explain import request_name
-from kvmanager.explainlive import page_now
+from kvmanager.observing.explain import request_name
+from kvmanager.observing.explainlive import page_now
 from tests.sim.driver import Driver, sharded_group
 
 

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from kvmanager import faultin
 from kvmanager.allocators.backing import open_memfd
+from kvmanager.daemon import faultin
+from kvmanager.daemon.faultin import FaultIn
 from kvmanager.errors import ConfigError
-from kvmanager.faultin import FaultIn
 from kvmanager.units import MIB
 
 SIZES = (5 * MIB, 64 * MIB + 4096, 12_345)

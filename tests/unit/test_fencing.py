@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvmanager.attach import ProcessLife
-from kvmanager.fencing import Fence
-from kvmanager.membership import Membership, Registration
+from kvmanager.daemon.attach import ProcessLife
+from kvmanager.daemon.fencing import Fence
+from kvmanager.daemon.membership import Membership, Registration
 from kvmanager.protos import kvmanager_pb2 as pb
 
 

@@ -15,7 +15,7 @@ from kvmanager.core.digest import _Walk
 from kvmanager.core.events import Grown, Opened, RequestFailed, ResidencyRows, SpanRunTable, StepDone
 from kvmanager.core.plans import Box, CopyPlan, PagedCopies, PlacedPages, Purpose
 from kvmanager.errors import PoolExhausted
-from kvmanager.flatvalues import Flat
+from kvmanager.journal.flatvalues import Flat
 
 RANDOM = np.random.default_rng(7)
 

@@ -9,12 +9,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from kvmanager.configuration.moverconfig import MoverSection
 from kvmanager.core.events import ChainPull, CopyOutcome, PlanEnded, PullTarget, StartPull, TicketInfo
 from kvmanager.core.spanplans import SpanRun
+from kvmanager.daemon.handoff import Handoffs, check_same
 from kvmanager.errors import KVError, NotReady, PeerUnreachable, StalePage, TransferFailed, UnknownLease
 from kvmanager.geometry import TokenOrder
-from kvmanager.handoff import Handoffs, check_same
-from kvmanager.moverconfig import MoverSection
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import layout_to_proto, pack_u32, pack_u64
 from tests.sim.worlds import RANKS, Regions, hisparse, sharded

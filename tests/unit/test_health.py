@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvmanager.health import Health, JobVitals, PoolVitals, Sight, Vitals
-from kvmanager.operationsconfig import HealthSection
+from kvmanager.configuration.operationsconfig import HealthSection
+from kvmanager.observing.health import Health, JobVitals, PoolVitals, Sight, Vitals
 
 MS = 1_000_000
 LIMITS = HealthSection(probe_ms=10, core_ms=50, mover_ms=60, copy_ms=100, job_ms=200, evict_ms=300)

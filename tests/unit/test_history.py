@@ -10,9 +10,9 @@ import pytest
 from kvmanager.core.events import Closing, Event, Tick
 from kvmanager.core.operatorevents import EvictPrefix, Reset
 from kvmanager.errors import InvalidArgument, UnknownRequest
-from kvmanager.explain import Story, offline
-from kvmanager.history import FILES, WAITING_MAX, History, files_in, lines
-from kvmanager.historyrecords import Recorder
+from kvmanager.observing.explain import Story, offline
+from kvmanager.observing.history import FILES, WAITING_MAX, History, files_in, lines
+from kvmanager.observing.historyrecords import Recorder
 from tests.sim.driver import Client, Driver, chain_keys, sharded_group
 
 SPAN = 512

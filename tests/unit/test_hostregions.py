@@ -7,13 +7,13 @@ import os
 import pytest
 from rich.console import Console
 
-from kvmanager.config import NodeConfig
+from kvmanager.command.screens import pools_screen
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.groups import plan_memory
+from kvmanager.configuration.sizing import size_of
 from kvmanager.errors import ConfigError
-from kvmanager.groups import plan_memory
 from kvmanager.layout import GLM53, GLM53_TINY
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.screens import pools_screen
-from kvmanager.sizing import size_of
 from kvmanager.units import GIB, MIB
 from kvmanager.wire import RegionKind, pack_u32
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from kvmanager.core.events import MoverJoined, Tick
 from kvmanager.core.state import COUNTERS
-from kvmanager.meter import JOBS, CallTimer, Meter
+from kvmanager.observing.meter import JOBS, CallTimer, Meter
 
 OF_NO_JOB = frozenset({
     # What engines, operators and other nodes ask for, and what is found out meanwhile.

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvmanager import hotevents, journal
 from kvmanager.core import digest
 from kvmanager.core.digest import state_digest
 from kvmanager.core.events import (
@@ -32,8 +31,9 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.node import Node
 from kvmanager.errors import InvariantViolation, PoolExhausted
-from kvmanager.journal import Fingerprints, Journal, JournalMismatch
-from kvmanager.journalcodec import Codec
+from kvmanager.journal import hotevents, journal
+from kvmanager.journal.journal import Fingerprints, Journal, JournalMismatch
+from kvmanager.journal.journalcodec import Codec
 from tests.sim.driver import DEFAULT_LIMITS, Client, Driver, chain_keys, sharded_group
 
 HALF_BYTES = 64 << 20

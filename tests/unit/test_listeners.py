@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
 from kvmanager.errors import ConfigError
 from kvmanager.transport.listeners import check_listeners, interface_addresses, listening
 from tests.minimal_config import minimal_toml
@@ -125,4 +125,4 @@ def test_nothing_unpickles_but_the_journal() -> None:
                 bad = {"pickle", "shelve", "dill", "cloudpickle", "multiprocessing", "deserialize_descs",
                        "get_serialized_descs"}  # fmt: skip
                 found += [f"{path.relative_to(ROOT)}: {name}" for name in names if name.split(".")[0] in bad]
-    assert found == ["kvmanager/journalcodec.py: pickle"]
+    assert found == ["kvmanager/journal/journalcodec.py: pickle"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvmanager.core.spans import DEVICE, READY
-from kvmanager.engine_service import _lookup
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.services.engine_service import _lookup
 from tests.sim.driver import Client, Driver, sharded_group
 
 SPAN, SPANS = 512, 5

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvmanager.core.events import Drain, EngineResumed, RenewTickets, Replied, Tick, TicketsRenewed, TimelinesRead
+from kvmanager.daemon.loop import OwnerLoop
 from kvmanager.errors import InvalidArgument, NotReady, StaleEpoch
-from kvmanager.loop import OwnerLoop
 
 
 class StandIn:
@@ -91,7 +91,7 @@ def test_timelines_are_read_while_a_fence_is_pending_only(running: Running) -> N
 
 
 def test_ticks_come_also_when_there_is_always_work(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmanager.loop.TICK_S", 0.01)
+    monkeypatch.setattr("kvmanager.daemon.loop.TICK_S", 0.01)
     running.loop._next_tick = 0.0
     give_up = time.monotonic() + 20
     while sum(isinstance(event, Tick) for event in list(running.core.seen)) < 3:

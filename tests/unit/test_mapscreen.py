@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvmanager.command.mapscreen import LINE, LINES_MOST, map_screen, scale
 from kvmanager.errors import InvalidArgument
-from kvmanager.mapscreen import LINE, LINES_MOST, map_screen, scale
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import pack_u32
 

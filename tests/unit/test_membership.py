@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kvmanager.core.events import DetachRank, EngineGone, EngineSuspect, Event, TimelinesRead
+from kvmanager.daemon.membership import Membership, Registration
 from kvmanager.errors import StaleEpoch, UnknownLease
-from kvmanager.membership import Membership, Registration
 from kvmanager.protos import kvmanager_pb2 as pb
 
 

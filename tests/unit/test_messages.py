@@ -21,11 +21,18 @@ from kvmanager.core.events import (
     StepDone,
     TicketInfo,
 )
+from kvmanager.daemon.probe import probe_key
 from kvmanager.errors import InvalidArgument, PoolExhausted, UnknownRequest
-from kvmanager.leasemessages import store_event
-from kvmanager.messages import namespace_digest, notice_message, open_reply, register_event, step_event, step_reply
-from kvmanager.probe import probe_key
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.services.leasemessages import store_event
+from kvmanager.services.messages import (
+    namespace_digest,
+    notice_message,
+    open_reply,
+    register_event,
+    step_event,
+    step_reply,
+)
 from kvmanager.wire import NO_PAGE, error_from_proto, pack_u32, pack_u64, unpack_u32, unpack_u64
 
 NAMESPACE = pb.Namespace(

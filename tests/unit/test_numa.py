@@ -11,7 +11,7 @@ import pytest
 
 from kvmanager.allocators.backing import open_memfd, place
 from kvmanager.allocators.numa import NO_NODE, gpu_node, node_of, pci_node, prefer_node
-from kvmanager.faultin import FaultIn
+from kvmanager.daemon.faultin import FaultIn
 from kvmanager.units import MIB
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from kvmanager.configuration.groups import core_limits, plan_memory
 from kvmanager.core.audit import audit
 from kvmanager.core.events import Trim
 from kvmanager.core.pool import PageState
 from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec, SparseSpec
 from kvmanager.errors import PoolExhausted
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
-from kvmanager.groups import core_limits, plan_memory
 from kvmanager.layout import KVFormat, indexer_layout, latent_layout
 from tests.sim.bytes_driver import BytesDriver
 from tests.sim.driver import Client, Driver

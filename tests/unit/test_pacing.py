@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.errors import ConfigError, InvalidArgument
 from kvmanager.transport.cpu import SLICE_BYTES, CpuExecutor

@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvmanager.cli import app
-from kvmanager.config import NodeConfig
+from kvmanager.command.cli import app
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.groups import core_limits, plan_memory
+from kvmanager.configuration.sizing import size_of
 from kvmanager.core.events import Attached, AttachRank, Opened, Registered, RegisterEngine
 from kvmanager.core.leaseevents import ReserveSpans
 from kvmanager.errors import InvalidArgument, PoolExhausted
-from kvmanager.groups import core_limits, plan_memory
 from kvmanager.planning.capacity import keys_of, most_at_once
 from kvmanager.planning.models import Model, load_model
 from kvmanager.planning.modes import DECODE, PREFILL, Machine, Mode, config_of
 from kvmanager.planning.plan import ModePlan, Plan, make_plan
 from kvmanager.simulation.rates import link_rates
 from kvmanager.simulation.virtual import VirtualNode
-from kvmanager.sizing import size_of
 
 GIB = 1 << 30
 PAGE, SLAB = 3_502_592, 3_345_408

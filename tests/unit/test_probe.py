@@ -3,10 +3,10 @@
 import pytest
 
 from kvmanager.clients import keys
+from kvmanager.daemon.probe import MOST_KEY_TOKENS, probe_key
 from kvmanager.errors import InvalidArgument, LayoutMismatch
-from kvmanager.messages import register_event
-from kvmanager.probe import MOST_KEY_TOKENS, probe_key
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.services.messages import register_event
 
 
 def namespace(**changes: object) -> pb.Namespace:

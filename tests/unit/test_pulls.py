@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvmanager.configuration.groups import STAGING_REGION
 from kvmanager.core.events import PullTarget
 from kvmanager.core.spanplans import SpanRun
+from kvmanager.daemon.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.errors import LayoutMismatch
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
-from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import KVFormat, KVLayout, indexer_layout, latent_layout, native_layout
 from kvmanager.planwire import ring_from_proto, ring_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.executor import Outcome, RegionMap
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvmanager.configuration.groups import STAGING_REGION
 from kvmanager.core.events import PullTarget
 from kvmanager.core.spanplans import SpanRun
+from kvmanager.daemon.pulls import SourceSpans, Staging, TargetClass, build_pull, share_out, split_at
 from kvmanager.geometry import SEQUENTIAL
-from kvmanager.groups import STAGING_REGION
 from kvmanager.layout import plain_format, plain_layout
-from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull, share_out, split_at
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.executor import Outcome, RegionMap
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.reload import RELOADABLE, Reloader, changes, reread
 from kvmanager.errors import ConfigError
-from kvmanager.reload import RELOADABLE, Reloader, changes, reread
 from tests.minimal_config import minimal_toml
 
 SAFE = """

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvmanager.cli import app
+from kvmanager.command.cli import app
 from kvmanager.core.audit import audit
 from kvmanager.core.eviction import POLICIES
 from kvmanager.core.spec import Inclusion, Limits

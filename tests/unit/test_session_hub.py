@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvmanager import sessions
 from kvmanager.core.events import Notice, Notified, Opened, StepDone
+from kvmanager.daemon import sessions
+from kvmanager.daemon.sessions import SessionHub, SessionStream
 from kvmanager.errors import Draining, InvalidArgument, Suspect
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.sessions import SessionHub, SessionStream
 
 KEY = ("e", 1)
 NODE = SimpleNamespace(state=SimpleNamespace(any_engine=lambda *_: None))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvmanager.cli import app
+from kvmanager.command.cli import app
 from kvmanager.core.audit import audit
 from kvmanager.errors import InvalidArgument
 from kvmanager.replay.cli import recorded_sessions

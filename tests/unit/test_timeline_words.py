@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvmanager import memory
 from kvmanager.allocators.backing import open_memfd
+from kvmanager.configuration.groups import TIMELINE_REGION, NodeMemory
+from kvmanager.daemon import memory
+from kvmanager.daemon.memory import NodeRegions
 from kvmanager.errors import LimitExceeded
-from kvmanager.groups import TIMELINE_REGION, NodeMemory
-from kvmanager.memory import NodeRegions
 from kvmanager.wire import RegionInfo, RegionKind
 
 WORDS = 4

@@ -7,13 +7,13 @@ from importlib.resources import files
 
 import pytest
 
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.groups import core_limits, plan_memory
+from kvmanager.configuration.sizing import Sizing, size_of
 from kvmanager.core.audit import audit
 from kvmanager.core.events import TicketInfo
 from kvmanager.core.pool import PageState
 from kvmanager.errors import PoolExhausted
-from kvmanager.groups import core_limits, plan_memory
-from kvmanager.sizing import Sizing, size_of
 from tests.sim.driver import Client, Driver
 
 GIB = 1 << 30

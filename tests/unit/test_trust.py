@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.groups import TIMELINE_REGION, plan_memory
+from kvmanager.configuration.securityconfig import trust_of
+from kvmanager.daemon.memory import NodeRegions
 from kvmanager.errors import ConfigError
-from kvmanager.groups import TIMELINE_REGION, plan_memory
-from kvmanager.memory import NodeRegions
-from kvmanager.securityconfig import trust_of
-from kvmanager.worker_service import WorkerService, _layouts
+from kvmanager.services.worker_service import WorkerService, _layouts
 from tests.minimal_config import minimal_toml
 
 GROUP = (

@@ -9,12 +9,12 @@ import pytest
 
 from kvmanager.core.events import PullTarget
 from kvmanager.core.spanplans import SpanRun
+from kvmanager.daemon.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.errors import InvalidArgument
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.layout import GLM53, KVFormat, indexer_layout, latent_layout, layer_major_layout, native_layout
 from kvmanager.planwire import ring_from_proto, ring_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.pulls import SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.transport.pack_messages import Ask, decode
 from kvmanager.transport.packers import HostPacker
 from kvmanager.transport.turned_pages import Turn

@@ -9,7 +9,7 @@ import torch
 from kvmanager.clients.vllm.blocks import EngineBlocks
 from kvmanager.clients.vllm.packing import places_of
 from kvmanager.clients.vllm.settings import Settings, group_table, namespace_of, revision_of
-from kvmanager.config import NodeConfig
+from kvmanager.configuration.config import NodeConfig
 from kvmanager.errors import ConfigError, InvalidArgument, LayoutMismatch
 from kvmanager.layout import format_named, plain_format
 

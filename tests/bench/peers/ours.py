@@ -21,8 +21,8 @@ from kvmanager.clients.keys import KeyChain
 from kvmanager.clients.leases import CacheEngine
 from kvmanager.demo.nodes import NodeProcess
 from kvmanager.errors import CapacityError
+from kvmanager.keeper.lockfile import holder
 from kvmanager.layout import GLM53_TINY, native_layout, plain_format, plain_layout
-from kvmanager.lockfile import holder
 from kvmanager.protos import kvmanager_pb2 as pb
 from tests.bench.peers.cases import (
     CAPACITY_PAGES,

@@ -1,0 +1,246 @@
+"""The owner loop: one thread that owns the core. Everybody else sends events and gets answers."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from kvmanager.core.events import READS, Effect, Event, Replied, Step, Tick, TimelinesRead
+from kvmanager.core.leaseevents import EndLease
+from kvmanager.core.node import Node
+from kvmanager.errors import KVError, NotReady
+from kvmanager.journal.journal import Journal
+from kvmanager.killpoints import reach
+
+TICK_S = 0.5
+"""Time between ticks: leases expire with no new work."""
+FENCE_POLL_S = 0.001
+"""How often timelines are read while a fence is pending; never while none is."""
+
+Answer = Any
+_log = logging.getLogger("kvmanager.loop")
+T = TypeVar("T")
+
+
+class Timelines(Protocol):
+    """Reads timeline words."""
+
+    def read(self) -> dict[int, int]:
+        """Attach id -> value of its word."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Apply:
+    event: Event
+    answered: Callable[[Answer], None] | None
+
+    def refuse(self, error: KVError) -> None:
+        if self.answered is not None:
+            self.answered(error)
+
+
+@dataclass(frozen=True)
+class _Inspect:
+    look: Callable[[Node], Any]
+    result: Future[Any]
+
+    def refuse(self, error: KVError) -> None:
+        if self.result.set_running_or_notify_cancel():
+            self.result.set_exception(error)
+
+
+class OwnerLoop:
+    """Runs the core, and keeps what changes it in the journal, before any effect of it leaves.
+
+    `perform` carries out effects in the loop's thread and must not block.
+
+    `on_failure` is called once, with the exception that ended the loop: the daemon must then stop. After the
+    end, however it came, nobody waits in vain: events posted are dropped, questions are answered NotReady.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        timelines: Timelines,
+        perform: Callable[[Effect], None],
+        on_failure: Callable[[BaseException], None],
+        journal: Journal | None = None,
+        observe: Callable[[Event, list[Effect], float], None] = lambda _event, _effects, _took_s: None,
+    ) -> None:
+        """`observe(event, effects, seconds)`: called in the loop's thread, after the effects have left."""
+        self._node = node
+        self._timelines = timelines
+        self._perform = perform
+        self._on_failure = on_failure
+        self._journal = journal
+        self._observe = observe
+        self._inbox: queue.SimpleQueue[_Apply | _Inspect | None] = queue.SimpleQueue()
+        self._ended = False
+        self._lock = threading.Lock()  # guards `_ended`: nothing enters the inbox after it was emptied
+        self._next_tick = time.monotonic() + TICK_S
+        self._thread = threading.Thread(target=self._run, name="core", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Handles what is queued, then ends the thread. Fine after a failure, too."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def post(self, event: Event) -> None:
+        """Applies an event some time; nobody waits for it."""
+        self._put(_Apply(event, None))
+
+    def send(self, event: Event, answered: Callable[[Answer], None]) -> None:
+        """Applies an event; `answered` gets the answer (perhaps a KVError) in the loop's thread.
+
+        After the loop's end it gets NotReady, in the caller's thread.
+        """
+        self._put(_Apply(event, answered))
+
+    def call(self, event: Event) -> Answer:
+        """Applies an event and waits. Raises the KVError that was the answer."""
+        result: Future[Answer] = Future()
+        self.send(event, result.set_result)
+        answer = result.result()
+        if isinstance(answer, KVError):
+            raise answer
+        return answer
+
+    def inspect(self, look: Callable[[Node], T], timeout_s: float | None = None) -> T:
+        """Runs a read-only function on the core, between two events.
+
+        Raises its KVError, or NotReady, also when the core does not come to it within `timeout_s`.
+        """
+        result: Future[T] = Future()
+        self._put(_Inspect(look, result))
+        try:
+            return result.result(timeout_s)
+        except FutureTimeout:
+            result.cancel()
+            raise NotReady(f"the core did not answer within {timeout_s:g} s; see the daemon's log") from None
+
+    @property
+    def tick_age_s(self) -> float:
+        """Time since the last tick; what lies between two is at most TICK_S and the longest event."""
+        return time.monotonic() - (self._next_tick - TICK_S)
+
+    def settle(self, action: Callable[[Node], None] = lambda _node: None) -> None:
+        """Returns when all that this thread posted was applied, and then `action` was run in the loop's thread.
+
+        Without the action when the loop has ended.
+        """
+        try:
+            self.inspect(action)
+        except NotReady:
+            _log.info("the core has ended")
+
+    def _put(self, work: _Apply | _Inspect) -> None:
+        with self._lock:
+            if not self._ended:
+                self._inbox.put(work)
+                return
+        work.refuse(_over())
+
+    # ------------------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            _log.critical("the core stops: %s", error, exc_info=True)
+            failure = error
+        self._refuse_the_rest()
+        if failure is not None:
+            self._on_failure(failure)
+
+    def _refuse_the_rest(self) -> None:
+        with self._lock:
+            self._ended = True
+        while not self._inbox.empty():
+            work = self._inbox.get_nowait()
+            if work is not None:
+                work.refuse(_over())
+
+    def _turn(self) -> bool:
+        if time.monotonic() >= self._next_tick:  # also when the inbox is never empty
+            self._next_tick = time.monotonic() + TICK_S
+            self._apply(_Apply(Tick(), None))
+        try:
+            work = self._inbox.get(timeout=self._patience())
+        except queue.Empty:
+            if self._node.fences_pending:
+                self._read_timelines()
+            return True
+        if work is None:
+            return False
+        if isinstance(work, _Inspect):
+            self._look(work)
+            return True
+        if isinstance(work.event, (Step, EndLease)) or self._node.fences_pending:
+            self._read_timelines()
+        self._apply(work)
+        return True
+
+    def _patience(self) -> float:
+        """Seconds until the loop must do something by itself."""
+        until_tick = max(self._next_tick - time.monotonic(), 0.0)
+        return min(FENCE_POLL_S, until_tick) if self._node.fences_pending else until_tick
+
+    def _read_timelines(self) -> None:
+        self._apply(_Apply(TimelinesRead(self._timelines.read()), None))
+
+    def _apply(self, work: _Apply) -> None:
+        now = time.monotonic_ns()
+        if self._node.idle(work.event, now):
+            return
+        reach("daemon.apply.before")
+        start = time.perf_counter()
+        try:
+            effects = self._node.apply(work.event, now)
+            if self._journal is not None and not isinstance(work.event, READS):
+                self._journal.append(work.event, now, time.perf_counter() - start)
+        except BaseException:
+            work.refuse(_over())
+            raise
+        reach("daemon.apply.after")
+        for effect in effects:
+            if isinstance(effect, Replied):
+                if work.answered is not None:
+                    work.answered(effect.answer)
+            else:
+                self._perform(effect)
+        if work.answered is not None:
+            reach("daemon.reply.after")
+        self._observe(work.event, effects, time.perf_counter() - start)
+        if self._journal is not None and self._journal.due(idle=self._inbox.empty()):
+            self._journal.snapshot(self._node)
+
+    def _look(self, work: _Inspect) -> None:
+        if not work.result.set_running_or_notify_cancel():
+            return  # nobody waits any more
+        try:
+            seen = work.look(self._node)
+        except KVError as error:
+            work.result.set_exception(error)
+        except BaseException:
+            work.result.set_exception(_over())
+            raise
+        else:
+            work.result.set_result(seen)
+
+
+def _over() -> NotReady:
+    return NotReady("the daemon is ending; attach again when it is back")

@@ -1,0 +1,1 @@
+"""The journal: what the core has seen, in memory that outlives the daemon."""

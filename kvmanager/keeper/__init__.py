@@ -1,0 +1,1 @@
+"""The keeper: the small parent of a node's processes. Standard library only."""

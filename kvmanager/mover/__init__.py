@@ -1,0 +1,1 @@
+"""The mover: the process that moves bytes for one device."""

@@ -1,0 +1,1 @@
+"""What people and programs see of a node: metrics, health, history and its stories, events for routers."""

@@ -1,0 +1,192 @@
+"""Watches the node: whether its parts make progress, and what Prometheus and probes are told of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+from grpc_health.v1 import health, health_pb2
+from prometheus_client import CollectorRegistry, Gauge, process_collector
+
+from kvmanager.configuration.operationsconfig import HealthSection, MetricsSection
+from kvmanager.core.node import Node
+from kvmanager.errors import NotReady
+from kvmanager.keeper.deposits import SERVING
+from kvmanager.observing.health import Health, Sight, vitals
+from kvmanager.observing.httpprobes import HttpProbes, Tls
+from kvmanager.observing.meter import CallTimer, Meter
+from kvmanager.observing.metrics import NodeCollector, NodeView
+
+T = TypeVar("T")
+_log = logging.getLogger("kvmanager.watch")
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+PARTS = ("core", "mover")
+"""Services of gRPC health besides the node's own (""), each `kvmanager.PART`."""
+
+
+class Loop(Protocol):
+    """The owner loop, as far as it is watched."""
+
+    def inspect(self, look: Callable[[Node], T], timeout_s: float | None = None) -> T:
+        """Runs a read-only function on the core; NotReady when it ended, or does not answer in time."""
+        ...
+
+    @property
+    def tick_age_s(self) -> float:
+        """Time since the last tick."""
+        ...
+
+
+class Pinged(Protocol):
+    """The mover, likewise."""
+
+    def ping(self) -> None:
+        """Asks it for a sign, if there is a link."""
+        ...
+
+    @property
+    def pong_age_s(self) -> float:
+        """Time since the last sign."""
+        ...
+
+    def peers_by_path(self) -> dict[str, int]:
+        """Peers that it pulled from, counted by the way their chunks take."""
+        ...
+
+
+class Watch:
+    """Looks at the node every `probe_ms`. `servicer` is told of what is ready; so are HTTP probes where they listen."""
+
+    def __init__(
+        self,
+        node: str,
+        limits: HealthSection,
+        metrics: MetricsSection,
+        lease_grace_ns: int,
+        counters: Mapping[str, int],
+        state: Callable[[], str],
+        tls: Tls = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """`state()`: starting, serving or draining. `tls`: for HTTP. Raises ConfigError when it can't listen.
+
+        `on_progress(every_ms)` is called while the core makes progress, at least so often.
+        """
+        self._on_progress = on_progress
+        self._limits = limits
+        self._name = node
+        self._state = state
+        self._health = Health(limits, lease_grace_ns)
+        self._loop: Loop | None = None
+        self._mover: Pinged | None = None
+        self.servicer = health.HealthServicer()
+        self.registry = CollectorRegistry()
+        process_collector.ProcessCollector(registry=self.registry)
+        self.meter = Meter(self.registry, counters)
+        self.calls = CallTimer(self.registry)
+        self._ready = Gauge("kvmanager_ready", "Whether the node is ready.", registry=self.registry)
+        self._parts = Gauge(
+            "kvmanager_part_stalled", "1 while a part makes no progress.", ["part"], registry=self.registry
+        )
+        self._lock = threading.Lock()  # guards what follows, and the order in which the servicer is told
+        self._problems: dict[str, str] = {}
+        self._told: dict[str, str] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        probed = (self.registry, self.alive, self.problems)
+        self._http = HttpProbes(metrics.listen, *probed, tls) if metrics.listen else None
+        self.tell()
+
+    def start(self, loop: Loop, mover: Pinged) -> None:
+        """Begins to look, and to answer probes."""
+        self._loop, self._mover = loop, mover
+        self.registry.register(NodeCollector(self._look, self._name, self._state, mover.peers_by_path))
+        if self._http is not None:
+            self._http.start()
+        self._thread.start()
+
+    def use(self, limits: HealthSection) -> None:
+        """Judges by these from the next look on; what stands still goes on counting."""
+        self._limits = self._health.limits = limits
+
+    def close(self) -> None:
+        """Ends."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._http is not None:
+            self._http.close()
+
+    def tell(self) -> None:
+        """The node's state changed, or what was seen of it: gRPC health and the gauges follow."""
+        with self._lock:
+            problems = self._all_problems()
+            self.servicer.set("", _NOT_SERVING if problems else _SERVING)
+            for part in PARTS:
+                self.servicer.set(f"kvmanager.{part}", _NOT_SERVING if part in problems else _SERVING)
+            self._ready.set(not problems)
+            for part in {*PARTS, *self._told, *problems} - {"node"}:
+                self._parts.labels(part).set(part in problems)
+            for part, why in problems.items():
+                if part != "node" and part not in self._told:
+                    _log.warning("not ready: %s %s", part, why)
+            for part in self._told.keys() - problems.keys() - {"node"}:
+                _log.warning("%s goes on", part)
+            self._told = problems
+
+    def problems(self) -> dict[str, str]:
+        """Why the node is not ready; empty when it is."""
+        with self._lock:
+            return self._all_problems()
+
+    def _all_problems(self) -> dict[str, str]:
+        state = self._state()
+        return dict(self._problems) if state == SERVING else {"node": state, **self._problems}
+
+    def alive(self) -> bool:
+        """Whether the core answers."""
+        assert self._loop is not None
+        try:
+            self._loop.inspect(lambda _node: None, self._limits.core_ms / 1000)
+        except NotReady:
+            return False
+        return True
+
+    def _look(self, look: Callable[[Node], NodeView]) -> NodeView:
+        assert self._loop is not None
+        return self._loop.inspect(look, self._limits.core_ms / 1000)
+
+    def _run(self) -> None:
+        while not self._over.wait(self._limits.probe_ms / 1000):
+            if self._state() == SERVING:
+                self._probe()
+                self.tell()
+            elif self.alive():  # it drains
+                self._progresses()
+
+    def _progresses(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(self._limits.probe_ms + self._limits.core_ms)
+
+    def _probe(self) -> None:
+        assert self._loop is not None
+        assert self._mover is not None
+        self._mover.ping()
+        try:
+            seen = self._loop.inspect(lambda node: vitals(node, time.monotonic_ns()), self._limits.core_ms / 1000)
+        except NotReady:
+            seen = None
+        sight = Sight(time.monotonic_ns(), seen, _ns(self._loop.tick_age_s), _ns(self._mover.pong_age_s))
+        problems = self._health.judge(sight)
+        if seen is not None and "core" not in problems:
+            self._progresses()
+        with self._lock:
+            self._problems = problems
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

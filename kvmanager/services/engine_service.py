@@ -1,0 +1,357 @@
+"""The Engine service: registration, sessions, lookups, leases."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import grpc
+
+from kvmanager import __version__
+from kvmanager.core.events import EngineResumed, Opened, Registered
+from kvmanager.core.leaseevents import AcquirePrefix, EndLease, ReserveSpans
+from kvmanager.core.node import Node
+from kvmanager.daemon.clientnotes import ClientNote, EngineNote
+from kvmanager.daemon.compatibility import check_ticket
+from kvmanager.daemon.loop import OwnerLoop
+from kvmanager.daemon.membership import Membership, Registration
+from kvmanager.daemon.sessions import SessionHub, SessionStream
+from kvmanager.errors import (
+    Draining,
+    InvalidArgument,
+    KVError,
+    LayoutMismatch,
+    NotReady,
+    StaleBoot,
+    Unauthorized,
+    VersionMismatch,
+)
+from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
+from kvmanager.services.callers import Callers, typed
+from kvmanager.services.leasemessages import acquire_event, acquire_reply, done_event, store_event
+from kvmanager.services.messages import check_token_ids, register_event, span_run, step_event
+from kvmanager.wire import MESSAGE_MAX_BYTES, WIRE_VERSION, abort_with, error_to_proto
+
+PAGES_PER_CALL = 1 << 20
+LEASE_PAUSES_S = (0.001, 0.02)
+"""Between two looks at a lease that waits for its pages, the first and the longest."""
+_log = logging.getLogger("kvmanager.engine")
+
+
+_Named = pb.LookupRequest | pb.AcquireRequest | pb.DoneRequest | pb.StoreRequest
+"""Calls that name a boot and an epoch."""
+
+
+class Gate:
+    """Whether new work is let in: not while the node ends, nor while an operator has it drained."""
+
+    def __init__(self, cordon: str = "") -> None:
+        """`cordon`: why an operator lets nothing in; empty: he does."""
+        self._closed = threading.Event()
+        self.cordon = cordon
+
+    def close(self) -> None:
+        """Lets nothing new in, for good."""
+        self._closed.set()
+
+    def check(self) -> None:
+        """Raises Draining when closed."""
+        if self._closed.is_set():
+            raise Draining("the node drains; open new work elsewhere")
+        if self.cordon:
+            raise Draining(f"the node drains ({self.cordon}); open new work elsewhere")
+
+
+class EngineService(pb_grpc.EngineServicer):
+    """Registration, sessions, lookups and leases."""
+
+    def __init__(
+        self,
+        boot_id: int,
+        loop: OwnerLoop,
+        node: Node,
+        callers: Callers,
+        membership: Membership,
+        hub: SessionHub,
+        gate: Gate,
+        hot_rows: Callable[[str, int, int, int], None],
+        observe: Callable[[str, str, float], None],
+    ) -> None:
+        """`hot_rows(engine, epoch, hits, misses)` is told what engines report.
+
+        `observe(method, code, seconds)`: of each call on a stream of calls.
+        """
+        self._hot_rows = hot_rows
+        self._observe = observe
+        self._boot_id = boot_id
+        self._loop = loop
+        self._node = node
+        self._callers = callers
+        self._membership = membership
+        self._hub = hub
+        self._gate = gate
+
+    @typed
+    def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.RegisterReply:
+        """A new epoch of an engine."""
+        identity = self._callers.who(context, "engine")
+        _check_version(request)
+        self._gate.check()
+        group = self._node.state.groups.get(request.group)  # the groups of a node never change
+        if group is not None and request.namespace.kv_format != group.spec.kv_format.name:
+            raise LayoutMismatch(
+                f"namespace.kv_format is {request.namespace.kv_format!r}, group {request.group!r} holds "
+                f"{group.spec.kv_format.name!r}; register for a group of your format, or change the node's"
+            )
+        if group is not None and group.spec.trust != self._callers.trust_of(identity.uid):
+            raise Unauthorized(
+                f"group {request.group!r} is of trust domain {group.spec.trust!r}, and your tenant is not: its engines "
+                "map memory that yours must not see"
+            )
+        note = EngineNote(ClientNote.of(identity), request.namespace).stored()
+        event = replace(register_event(request, tenant=self._callers.tenant_of(identity.uid)), note=note)
+        answer: Registered = self._loop.call(event)
+        registration = Registration(identity.token, request.group, request.namespace, event.tenant)
+        self._membership.registered(request.engine, answer.epoch, registration)
+        self._callers.confirm(identity.token, self._membership.disconnected, self._membership.exited)
+        _log.info("engine %s epoch %d registered for group %s", request.engine, answer.epoch, request.group)
+        limits = self._node.state.limits
+        return pb.RegisterReply(
+            boot_id=self._boot_id,
+            epoch=answer.epoch,
+            limits=pb.Limits(
+                message_bytes=MESSAGE_MAX_BYTES,
+                requests_per_step=limits.requests_per_step,
+                pages_per_call=PAGES_PER_CALL,
+                stored_replies=limits.stored_replies,
+                unseen_notices=limits.unseen_notices,
+            ),
+            daemon_version=__version__,
+            checksum_one_in=limits.checksums,
+        )
+
+    def Session(
+        self, request_iterator: Iterator[pb.StepRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.StepReply]:
+        """Steps in, replies and notices out."""
+        try:
+            token = self._callers.who(context, "engine").token
+            first = _first(request_iterator)
+            if first is None:
+                return
+            self._check_boot(first)
+            key = (self._membership.engine_of(token, first.epoch), first.epoch)
+        except KVError as error:
+            abort_with(context, error)
+        self._membership.stream_opened(*key)
+        stream = self._hub.open(key)
+        try:
+            self._loop.call(EngineResumed(*key))
+            reader = threading.Thread(
+                target=self._read, args=(stream, first, request_iterator), name=f"session-{key[0]}", daemon=True
+            )
+            reader.start()
+            while (message := stream.get()) is not None:
+                if isinstance(message, KVError):
+                    raise message
+                yield message
+        except KVError as error:
+            abort_with(context, error)
+        finally:
+            self._hub.closed(stream)
+            self._membership.stream_ended(*key)
+
+    def _read(self, stream: SessionStream, first: pb.StepRequest, rest: Iterator[pb.StepRequest]) -> None:
+        """Reader thread of one stream; ends it when the client does, or at the first message that can't be read."""
+        try:
+            self._step(stream, first)
+            for message in rest:
+                self._step(stream, message)
+        except KVError as error:
+            stream.end(error)
+        except grpc.RpcError:
+            _log.warning("the session of %s broke", stream.key[0])
+        finally:
+            self._loop.settle()  # what the client sent is answered first
+            stream.end()
+
+    def _step(self, stream: SessionStream, message: pb.StepRequest) -> None:
+        self._check_boot(message)
+        if message.epoch != stream.key[1]:
+            raise InvalidArgument(
+                f"step {message.number} names epoch {message.epoch}, this stream began with epoch {stream.key[1]}; "
+                "open a stream for each epoch"
+            )
+        registration = self._membership.registration(*stream.key)
+        event = step_event(stream.key[0], message, registration.namespace)
+        if message.HasField("hot_rows"):
+            self._hot_rows(*stream.key, message.hot_rows.hits, message.hot_rows.misses)
+        admitted = []
+        refused = []
+        for entry, wanted in zip(message.open, event.opens, strict=True):
+            try:
+                self._check_open(entry, registration)
+                admitted.append(wanted)
+            except KVError as error:
+                refused.append(Opened(wanted.request_id, "refused", error=error))
+        named = tuple(wanted.request_id for wanted in event.opens)
+        answer = self._hub.answer(stream, self._node, named, tuple(refused))
+        self._loop.send(replace(event, opens=tuple(admitted)), answer)
+
+    def _check_open(self, entry: pb.OpenRequest, registration: Registration) -> None:
+        """Raises what no state of the core can change: it drains, token ids lack, the ticket is another's."""
+        self._gate.check()
+        check_token_ids(registration.namespace, entry.prompt_keys, entry.prompt_token_ids, "prompt_token_ids")
+        if entry.HasField("ticket"):
+            kv_format = self._node.state.groups[registration.group].spec.kv_format
+            check_ticket(entry.ticket, registration.namespace, kv_format)
+
+    def _check_boot(self, message: pb.StepRequest | _Named) -> None:
+        if message.boot_id != self._boot_id:
+            raise StaleBoot(
+                f"boot id {message.boot_id} is not this daemon's ({self._boot_id}); attach and register again"
+            )
+
+    @typed
+    def Lookup(self, request: pb.LookupRequest, context: grpc.ServicerContext) -> pb.LookupReply:
+        """How long a prefix is known; pins nothing, renews nothing."""
+        return self._lookup(request, self._callers.who(context, "engine").token)
+
+    @typed
+    def Acquire(self, request: pb.AcquireRequest, context: grpc.ServicerContext) -> pb.AcquireReply:
+        """Pins a cached prefix."""
+        token = self._callers.who(context, "engine").token
+        return self._acquire(request, token, _until(context.time_remaining()), context)
+
+    @typed
+    def Done(self, request: pb.DoneRequest, context: grpc.ServicerContext) -> pb.DoneReply:
+        """Gives the pins of an Acquire back."""
+        return self._done(request, self._callers.who(context, "engine").token)
+
+    @typed
+    def Store(self, request: pb.StoreRequest, context: grpc.ServicerContext) -> pb.StoreReply:
+        """One step of a write into the cache."""
+        token = self._callers.who(context, "engine").token
+        return self._store(request, token, _until(context.time_remaining()), context)
+
+    def CacheCalls(
+        self, request_iterator: Iterator[pb.CacheCall], context: grpc.ServicerContext
+    ) -> Iterator[pb.CacheAnswer]:
+        """The four calls above, one after the other, each answered."""
+        with self._hub.ended_by(context.cancel):
+            try:
+                for call in request_iterator:
+                    yield self._answer(call, context)
+            except KVError as error:  # no message of this call
+                abort_with(context, error)
+            except grpc.RpcError:
+                _log.debug("a stream of cache calls broke")
+
+    def _answer(self, call: pb.CacheCall, context: grpc.ServicerContext) -> pb.CacheAnswer:
+        began, code, name = time.perf_counter(), "OK", call.WhichOneof("what")
+        try:
+            token = self._callers.who(context, "engine").token
+            until_s = _until(call.timeout_ns / 1e9 if call.timeout_ns else None)
+            match name:
+                case "lookup":
+                    return pb.CacheAnswer(lookup=self._lookup(call.lookup, token))
+                case "acquire":
+                    return pb.CacheAnswer(acquire=self._acquire(call.acquire, token, until_s, context))
+                case "done":
+                    return pb.CacheAnswer(done=self._done(call.done, token))
+                case "store":
+                    return pb.CacheAnswer(store=self._store(call.store, token, until_s, context))
+            raise InvalidArgument("no call is set; lookup, acquire, done or store")
+        except KVError as error:
+            code = error.reason
+            return pb.CacheAnswer(error=error_to_proto(error))
+        finally:
+            self._observe((name or "none").capitalize(), code, time.perf_counter() - began)
+
+    def _lookup(self, request: pb.LookupRequest, token: str) -> pb.LookupReply:
+        name = self._caller(request, token)
+        return self._loop.inspect(lambda node: _lookup(node, name, request))
+
+    def _acquire(
+        self, request: pb.AcquireRequest, token: str, until_s: float, context: grpc.ServicerContext
+    ) -> pb.AcquireReply:
+        return acquire_reply(self._arrived(acquire_event(self._caller(request, token), request), until_s, context))
+
+    def _done(self, request: pb.DoneRequest, token: str) -> pb.DoneReply:
+        self._loop.call(done_event(self._caller(request, token), request))
+        return pb.DoneReply()
+
+    def _store(
+        self, request: pb.StoreRequest, token: str, until_s: float, context: grpc.ServicerContext
+    ) -> pb.StoreReply:
+        name = self._caller(request, token)
+        if request.WhichOneof("step") == "reserve":
+            self._gate.check()
+        event = store_event(name, request, self._membership.registration(name, request.epoch).namespace)
+        if isinstance(event, EndLease):
+            self._loop.call(event)
+            return pb.StoreReply()
+        opened = self._arrived(event, until_s, context)
+        return pb.StoreReply(tokens=opened.cached_tokens, spans=[span_run(table) for table in opened.spans])
+
+    def _arrived(
+        self, event: AcquirePrefix | ReserveSpans, until_s: float, context: grpc.ServicerContext
+    ) -> Opened:
+        """The lease, once its pages may be used. Raises NotReady at the call's deadline."""
+        pause_s = LEASE_PAUSES_S[0]
+        while True:
+            opened: Opened = self._loop.call(event)
+            if opened.state != "waiting":
+                return opened
+            if not context.is_active() or until_s - time.monotonic() < 2 * pause_s:
+                raise NotReady(f"lease {event.request_id} waits for its pages; ask for it again")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LEASE_PAUSES_S[1])
+
+    def _caller(self, request: _Named, token: str) -> str:
+        """The engine that a call names by its epoch and token."""
+        self._check_boot(request)
+        return self._membership.engine_of(token, request.epoch)
+
+
+def _check_version(request: pb.RegisterRequest) -> None:
+    """Raises VersionMismatch for a client that is older or newer than this daemon: one would misread the other."""
+    if request.wire_version != WIRE_VERSION:
+        told = request.client_version or "of a version that it does not tell"
+        age = "older" if request.wire_version < WIRE_VERSION else "newer"
+        raise VersionMismatch(
+            f"the client is kvmanager {told} (wire version {request.wire_version}), {age} than this daemon, "
+            f"{__version__} (wire version {WIRE_VERSION}): install the same version on both sides; until then it gets "
+            "nothing from here"
+        )
+
+
+def _until(left_s: float | None) -> float:
+    """The moment at which a call is over; infinity for never."""
+    return float("inf") if left_s is None else time.monotonic() + left_s
+
+
+def _first(messages: Iterator[pb.StepRequest]) -> pb.StepRequest | None:
+    """The message that a stream begins with; None when the client left before it."""
+    try:
+        return next(messages, None)
+    except grpc.RpcError:
+        return None
+
+
+def _lookup(node: Node, engine_name: str, request: pb.LookupRequest) -> pb.LookupReply:
+    engine = node.state.engine(engine_name, request.epoch)
+    group = node.state.groups[engine.group]
+    rows = group.spec.page_rows
+    segments = min(len(request.keys) // group.key_bytes, request.prompt_tokens // rows)
+    cached, device = segments, segments
+    for chain in group.chains:
+        match = chain.index.match(request.keys, segments, engine.namespace)
+        cached = min(cached, match.segments + match.donor_segments)
+        resident = match.rows[: chain.device_ready(match.rows)]
+        device = min(device, int(chain.table.segments[resident].sum()))
+    return pb.LookupReply(device_tokens=min(device, cached) * rows, cached_tokens=cached * rows)
