@@ -16,8 +16,6 @@ from kvmanager.units import MILLISECOND_NS, SECOND_NS
 
 PAUSE_NS: Final = 16 * MILLISECOND_NS
 """From one window's first launch to the next one's: 60 windows a second."""
-RARE_NS: Final = 8 * MILLISECOND_NS
-"""With pauses at least so long a mover's kernels cost an engine 5 % or less."""
 _LINK_BYTES_PER_S: Final = 55_000_000_000
 
 

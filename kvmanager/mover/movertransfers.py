@@ -10,9 +10,9 @@ from kvmanager.allocators.cuda_driver import call, device_ordinal
 from kvmanager.errors import NotReady, TransferFailed
 from kvmanager.mover.movermemory import MoverMemory
 from kvmanager.transport.cpu import CpuExecutor
-from kvmanager.transport.cuda import BOUNCE_BYTES, DEFAULT_TUNING, CudaExecutor, Tuning
+from kvmanager.transport.cuda import DEFAULT_TUNING, CudaExecutor, Tuning
 from kvmanager.transport.executor import Completion, RegionMap
-from kvmanager.transport.kernel_windows import RARE_NS, pause_bridged_by
+from kvmanager.transport.kernel_windows import pause_bridged_by
 from kvmanager.transport.nixl import NixlReader, UcxSettings
 from kvmanager.transport.pacing import Pacer
 from kvmanager.transport.pack_service import PackService
@@ -29,9 +29,8 @@ _log = logging.getLogger("kvmanager.mover")
 
 
 def placing(staging_bytes: int) -> Tuning:
-    """How a GPU's mover places: within the GPU by the kernel where staging bridges long pauses between launches."""
-    pause_ns = pause_bridged_by(staging_bytes)
-    return replace(DEFAULT_TUNING, kernel_pause_ns=pause_ns, bounce_bytes=0 if pause_ns >= RARE_NS else BOUNCE_BYTES)
+    """How a GPU's mover places: copies within the GPU go by way of host memory, which costs a decode loop least."""
+    return replace(DEFAULT_TUNING, kernel_pause_ns=pause_bridged_by(staging_bytes))
 
 
 class MoverTransfers:
