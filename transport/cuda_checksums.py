@@ -122,8 +122,8 @@ add_up(const u64 *sections, const u64 *first_tile, unsigned n, unsigned tile_lin
     }
 }
 // A warp a section.
-extern "C" __global__ void
-mix_columns(const u64 *sections, unsigned n, const u64 *columns, const u64 *sums, u64 *result) {
+extern "C" __global__ void mix_columns(const u64 *sections, unsigned n, const u64 *columns, const u64 *sums,
+                                       u64 *result) {
     const unsigned lane = threadIdx.x & 31;
     const unsigned warps = gridDim.x * (blockDim.x >> 5);
     for (unsigned s = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5); s < n; s += warps) {

@@ -286,7 +286,7 @@ def main(arguments: Sequence[str]) -> int:
     daemon = (*python, "kvmanager.daemon", "--config", str(options.config))
     mover = (*python, "kvmanager.mover", "--runtime-dir", str(runtime_dir), *options.mover, "--device")
     movers = {f"mover-{device}": (*mover, device) for device in options.device}
-    spare = (*python, "kvmanager.keeper.spare", *daemon[2:]) if options.spare else ()
+    spare = (*python, "kvmanager.keeper.spare", "kvmanager.daemon.__main__", *daemon[3:]) if options.spare else ()
     limits = KeeperLimits(options.drain_ms / 1000 + _CLOSE_S, restart_window_s=options.restart_window_s)
     try:
         make_private_dir(runtime_dir)

@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
     _die_with_keeper(signal.SIGKILL)  # also while it loads, when it can't see its socket end
     with socket.socket(fileno=int(fd)) as keeper:
         keeper.set_inheritable(False)
-        program = LoadedProgram(f"{name}.__main__")
+        program = LoadedProgram(name)
         gc.collect()
         gc.freeze()  # what was loaded stays: no collection need look at it again
         reach("spare.ready")

@@ -70,7 +70,7 @@ def test_it_becomes_the_daemon_and_the_next_one_is_started(node):
             links = [os.readlink(entry) for entry in Path(f"/proc/{spare}/fd").iterdir()]
             assert not [name for name in links if "memfd" in name or str(runtime_dir) in name], "it holds nothing yet"
             os.kill(daemon, signal.SIGKILL)
-            assert lines.next("version") == "old loaded by kvmanager.spare"
+            assert lines.next("version") == "old loaded by kvmanager.keeper.spare"
             assert lines.next("held") == HELD
             daemon = int(lines.next("daemon"))
             assert daemon == spare == lockfile.holder(runtime_dir / "daemon.lock")

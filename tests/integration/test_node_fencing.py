@@ -27,7 +27,7 @@ from nodes_support import (
 from test_node_engine_death import ENGINE, settled
 
 from kvmanager.clients import attached_engine
-from kvmanager.clients.attach import Attachment, _TokenInterceptor
+from kvmanager.clients.attach import Attachment, _TokenChannel
 from kvmanager.errors import Suspect
 from kvmanager.framing import readable
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -79,7 +79,7 @@ def narrow_channel(attachment: Attachment) -> grpc.Channel:
     """A channel on which few unread bytes are under way: what is not read waits in the daemon."""
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 << 10)]
     channel = grpc.insecure_channel(f"unix:{attachment.grpc_path}", options=options)
-    return grpc.intercept_channel(channel, _TokenInterceptor(attachment.token))
+    return _TokenChannel(channel, attachment.token)
 
 
 def cached_of(served: Node, seed: int, spans: int = 4) -> int:

@@ -36,11 +36,17 @@ def test_kernels_add_up_what_the_rule_says(kernels: CpuKernels, shift: int) -> N
     for size in rng.permutation(SIZES).tolist():
         sections.append(memory[first : first + size])
         first += -(-size // 16) * 16
-    described = np.array([[part.ctypes.data, len(part)] for part in sections], np.uint64)
+    n, most = len(sections), len(sections) + 3
+    described = np.zeros(3 * most + 1, np.uint64)
+    described[: 2 * n] = np.array([[part.ctypes.data, len(part)] for part in sections]).reshape(-1)
     tiles = [-(-len(part) // (TILE_LINES * LINE)) for part in sections]
-    first_tile = np.array([0, *np.cumsum(tiles)], np.uint64)
-    columns, sums = np.zeros((len(sections), LINE_WORDS), np.uint64), np.zeros((len(sections), 2), np.uint64)
-    n = np.int32(len(sections))
-    kernels.run("add_up", 3, 64, seed, described, first_tile, n, np.int32(TILE_LINES), columns, sums)
-    kernels.run("mix_columns", 3, 64, seed, described, n, columns, sums)
-    assert np.array_equal(sums, [section_sum(part) for part in sections])
+    described[2 * most : 2 * most + n + 1] = [0, *np.cumsum(tiles)]
+    # What a batch before this one left behind.
+    here = np.full_like(described, 7)
+    columns, sums, result = (np.full(shape, 7, np.uint64) for shape in ((most, LINE_WORDS), (most, 2), (most, 2)))
+    first_tile, count = here[2 * most :], np.int32(n)
+    kernels.run("begin", 3, 64, seed, described, count, np.int32(most), here, columns, sums)
+    kernels.run("add_up", 3, 64, seed, here, first_tile, count, np.int32(TILE_LINES), columns, sums)
+    kernels.run("mix_columns", 3, 64, seed, here, count, columns, sums, result)
+    assert np.array_equal(result[:n], [section_sum(part) for part in sections])
+    assert (result[n:] == 7).all()
