@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.core.admission import update_promises
+from kvmanager.core.admission import promises_hold, update_promises
 from kvmanager.core.checksums import SUM_WORDS, PageSections, SumArray, SumStore
 from kvmanager.core.events import CheckCopies, RequestFailed, SubmitPlan
 from kvmanager.core.forgetting import condemn
@@ -210,7 +210,11 @@ def _checkable(chain: Chain, page_class: int, row: int) -> bool:
 
 
 def next_check(state: State) -> None:
-    """Submits one plan more, of copies that are still there; after the deadline nothing more."""
+    """Submits one plan more, of copies that are still there; after the deadline nothing more.
+
+    Copies whose pages running requests were promised are left out, and with a whole plan of them the rest of their
+    group: to find those that may stay in place, all spans of the group are looked at.
+    """
     if state.now > state.checks_until:
         state.checks.clear()
     if any(isinstance(job, CheckJob) for job in state.jobs.values()):
@@ -223,12 +227,35 @@ def next_check(state: State) -> None:
             row = state.checks.popleft()[3]
             if _checkable(chain, c, row):
                 rows.append(row)
-        if rows:
-            _check(state, state.groups[name], number, c, rows)
+        held = _hold(state.groups[name], chain, rows)
+        if held:
+            _check(state, state.groups[name], number, c, held)
             return
+        if rows:
+            rest = [check for check in state.checks if check[0] != name]
+            state.checks.clear()
+            state.checks.extend(rest)
+
+
+def _hold(group: Group, chain: Chain, rows: list[int]) -> list[int]:
+    """Makes those of the spans busy that can stay in place while every promise is kept; which they are."""
+    busy = chain.table.busy
+    busy[np.asarray(rows, np.int64)] += 1
+    if promises_hold(group):
+        return rows
+    busy[np.asarray(rows, np.int64)] -= 1
+    held: list[int] = []
+    for row in rows:
+        busy[row] += 1
+        if promises_hold(group):
+            held.append(row)
+        else:
+            busy[row] -= 1
+    return held
 
 
 def _check(state: State, group: Group, number: int, page_class: int, rows: list[int]) -> None:
+    """Has the host copies of these spans read; they are busy already."""
     chain = group.chains[number]
     index = np.asarray(rows, np.int64)
     host = chain.table.page_lists(page_class, HOST, index)
@@ -239,7 +266,6 @@ def _check(state: State, group: Group, number: int, page_class: int, rows: list[
     else:
         pages = _on_all(c, c.host_regions, host)
     asked = SumsAsked(host, np.repeat(np.arange(len(rows)), chain.widths(index)))
-    chain.table.busy[index] += 1
     plan = CopyPlan(state.new_plan_id(), Purpose.CHECK, (), pages)
     state.jobs[plan.plan_id] = CheckJob(group.spec.name, number, page_class, rows, asked, state.now)
     state.effects.append(SubmitPlan(plan))

@@ -189,6 +189,23 @@ def test_a_check_is_bounded_in_number_and_time() -> None:
     driver.leave(client)
 
 
+@pytest.mark.parametrize(("promised", "compared"), [(1, 2), (2, 1), (3, 0)])
+def test_a_check_keeps_no_page_that_a_request_was_promised(promised: int, compared: int) -> None:
+    """Growth takes the place of clean device copies while the host copies beside them are being read."""
+    driver, client = start(4, 12, ALL)
+    client.serve(1, 3 * SPAN, "a")
+    assert client.open(2, SPAN, "b", growth=promised * SPAN).state == "runnable"
+    assert driver.pool("p/hbm").promised_slabs == promised
+    driver.apply(CheckCopies(100, 10**12))
+    assert len(driver.plans) == (compared > 0), "it still runs when the request grows"
+    (grown,) = client.commit(2, SPAN, capacity=(1 + promised) * SPAN).grown
+    assert grown.error is None
+    driver.end_all()
+    assert driver.counters["restart_check"] == compared
+    assert not driver.node.state.checks
+    driver.leave(client)
+
+
 def test_a_check_that_fails_proves_nothing() -> None:
     driver, client = on_the_host()
     flip(driver, row_of(driver, 0))
