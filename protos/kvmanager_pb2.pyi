@@ -1002,7 +1002,9 @@ Global___OpenReply: _TypeAlias = OpenReply  # noqa: Y015
 
 @_typing.final
 class Growth(_message.Message):
-    """What a row of a RequestVector gained or lost; sent only where something changed."""
+    """What a row of a RequestVector gained or lost; sent only where something changed. A request that the same message
+    closes gains nothing, unless it was to be retracted and goes on.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -33,7 +33,7 @@ def resize(
         for number, part in enumerate(request.chains):
             _truncate(entry, request, number, part, capacity)
         kept = len(request.chains[0].rows)
-    if any(part.end_token < capacity for part in request.chains):
+    if lacks_pages(request, capacity):
         firsts = [len(part.rows) for part in request.chains]
         try:
             _grow(state, engine, entry, request, capacity, plans)
@@ -41,6 +41,11 @@ def resize(
             return kept, firsts, error, plans
     request.capacity_tokens = capacity
     return kept, firsts, None, plans
+
+
+def lacks_pages(request: Request, capacity: int) -> bool:
+    """Whether some of the positions [0, capacity) have no page yet."""
+    return any(part.end_token < capacity for part in request.chains)
 
 
 # ------------------------------------------------------------------------------------ shrinking
@@ -99,7 +104,7 @@ def _grow(
     if request.truncated:
         _take_back(engine, entry, request, capacity)
     group = state.groups[request.group]
-    if all(part.end_token >= capacity for part in request.chains):
+    if not lacks_pages(request, capacity):
         return
     if not _covered(group, request, capacity):
         update_promise(state, request)
@@ -109,7 +114,7 @@ def _grow(
         check_now(state, group, demands, request, _next(group, request))
         _add(state, group, request, covered, plans)
         update_promise(state, request)
-    if any(part.end_token < capacity for part in request.chains):
+    if lacks_pages(request, capacity):
         check(state, group, _demands(group, request, capacity), request, request.promised, _next(group, request))
         _add(state, group, request, capacity, plans)
 

@@ -19,7 +19,7 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.fences import check_fence, check_names_all, resolve_fences
 from kvmanager.core.group import Group
-from kvmanager.core.growth import resize
+from kvmanager.core.growth import lacks_pages, resize
 from kvmanager.core.lifecycle import drop_request
 from kvmanager.core.opening import open_request
 from kvmanager.core.request import Phase, Request
@@ -78,19 +78,9 @@ def _apply(state: State, engine: Engine, event: Step) -> StepDone:
     entry, engine.covered = engine.covered, FenceEntry({})
     entry.fence, entry.since = dict(event.fence), state.now
     engine.fence_values.update(event.fence)
-    grown: list[Grown] = []
     opened: list[Opened] = []
     errors: list[RequestFailed] = []
-    for progress in event.progress:
-        try:
-            grown.extend(_progress(state, engine, group, entry, progress))
-        except KVError as error:
-            errors.append(RequestFailed(progress.request_id, error))
-    for close in event.closes:
-        try:
-            _close(state, engine, entry, close)
-        except KVError as error:
-            errors.append(RequestFailed(close.request_id, error))
+    grown = _progress_and_close(state, engine, entry, event, errors)
     for turn in event.turn_ends:
         end_turn(state, group, engine.namespace, turn)
     if not entry.empty:
@@ -107,6 +97,37 @@ def _apply(state: State, engine: Engine, event: Step) -> StepDone:
     return StepDone(event.number, tuple(opened), tuple(grown), tuple(residency), tuple(hot), tuple(errors))
 
 
+def _progress_and_close(
+    state: State, engine: Engine, entry: FenceEntry, event: Step, errors: list[RequestFailed]
+) -> list[Grown]:
+    """What requests gained or gave up; appends to `errors`.
+
+    One that is to be closed gains nothing: its pages may go with this message's fence, which doesn't cover what the
+    worker does to pages of the reply.
+    """
+    grown: list[Grown] = []
+    closes = {close.request_id for close in event.closes}
+    postponed: list[tuple[Request, int]] = []
+    for progress in event.progress:
+        try:
+            request, capacity = _progress(state, engine, entry, progress)
+            if request.request_id in closes and lacks_pages(request, capacity):
+                postponed.append((request, capacity))
+            else:
+                grown += _resize(state, engine, entry, request, capacity)
+        except KVError as error:
+            errors.append(RequestFailed(progress.request_id, error))
+    for close in event.closes:
+        try:
+            _close(state, engine, entry, close)
+        except KVError as error:
+            errors.append(RequestFailed(close.request_id, error))
+    for request, capacity in postponed:
+        if request.phase is Phase.RUNNING:  # it could not be retracted
+            grown += _resize(state, engine, entry, request, capacity)
+    return grown
+
+
 def _open(state: State, engine: Engine, event: Open) -> Opened:
     retracted = event.request_id in engine.requests and engine.requests[event.request_id].retracted
     try:
@@ -115,14 +136,18 @@ def _open(state: State, engine: Engine, event: Open) -> Opened:
         return Opened(event.request_id, "refused", error=error)
 
 
-def _progress(state: State, engine: Engine, group: Group, entry: FenceEntry, progress: Progress) -> list[Grown]:
+def _progress(state: State, engine: Engine, entry: FenceEntry, progress: Progress) -> tuple[Request, int]:
+    """Notes a row's commits; the request, and how many tokens it is to have pages for."""
     request = state.request(engine, progress.request_id)
     if request.phase is not Phase.RUNNING:
         raise InvalidArgument(f"request {progress.request_id} is {request.phase.value}; only a running one progresses")
-    _commit(engine, group, entry, request, progress)
+    _commit(engine, state.groups[engine.group], entry, request, progress)
     if progress.rejected_tokens:
         state.counters["draft_truncation"] += 1
-    capacity = max(progress.capacity_tokens, request.committed_tokens)
+    return request, max(progress.capacity_tokens, request.committed_tokens)
+
+
+def _resize(state: State, engine: Engine, entry: FenceEntry, request: Request, capacity: int) -> list[Grown]:
     kept, first_new, error, plans = resize(state, engine, entry, request, capacity)
     update_promise(state, request)
     if error is None and first_new is None and kept is None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvmanager.core.events import CopyOutcome, Opened
+from kvmanager.core.events import Close, Closing, CopyOutcome, Opened, Progress
 from kvmanager.core.leaseevents import EndLease, ReserveSpans
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.core.spec import GroupSpec
@@ -168,6 +168,23 @@ def test_growth_brings_its_plans(full: tuple[Keeping, Marker, Marker]) -> None:
     theirs.see(grown.spans[0].pages["kv"][0].tolist(), grown.worker_plans)
     assert theirs.foreign == 0
     assert not driver.plans
+
+
+@pytest.mark.parametrize("closing", [Closing.FINISHED, Closing.ABORTED])
+def test_a_reply_to_a_close_brings_no_zeros(full: tuple[Keeping, Marker, Marker], closing: Closing) -> None:
+    """Its fence doesn't cover what the reply brings: pages given with it would be another's before the zeros come."""
+    driver, ours, theirs = full
+    opened = BytesClient.ready(theirs, theirs.open(1, 2 * SPAN, growth=4 * SPAN))  # type: ignore[arg-type]
+    theirs.see(pages_of(opened), opened.worker_plans)
+    theirs.run()
+    reply = theirs.step((Progress(1, 4 * SPAN, 2 * SPAN),), closes=(Close(1, closing),))
+    theirs.run()
+    opened = BytesClient.ready(ours, ours.open(2, 10 * SPAN, "more"))  # type: ignore[arg-type]
+    ours.see(pages_of(opened), opened.worker_plans)
+    before = {region: driver.memory.regions[region].copy() for region in ours.spec.chains[0].classes[0].device_regions}
+    theirs.see([], tuple(plan for grown in reply.grown for plan in grown.worker_plans))
+    assert all((driver.memory.regions[region] == bytes_).all() for region, bytes_ in before.items())
+    assert reply.grown == ()
 
 
 def test_a_request_whose_scrub_fails_is_told_and_the_next_waits_anew(full: tuple[Keeping, Marker, Marker]) -> None:

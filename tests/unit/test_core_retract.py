@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvmanager.core.events import Close, Closing, CopyOutcome, Open, Trim
+from kvmanager.core.events import Close, Closing, CopyOutcome, Open, Progress, Trim
 from kvmanager.core.pool import PageState
 from kvmanager.core.spec import Limits, Residency
 from kvmanager.errors import InvalidArgument, PoolExhausted
@@ -126,6 +126,19 @@ def test_hisparse_what_can_not_be_retracted_goes_on() -> None:
     assert isinstance(failed.error, PoolExhausted)
     client.run()
     assert not client.commit(1, TOKENS + 1, TOKENS + 2).errors
+    driver.leave(client)
+
+
+@pytest.mark.parametrize("host", [10, 60])
+def test_hisparse_only_who_could_not_be_retracted_grows_in_the_same_message(host: int) -> None:
+    driver, client = decode(host=host)
+    running(client)
+    more = (Progress(1, TOKENS + 8, TOKENS),)
+    reply = client.step(more, closes=(Close(1, Closing.RETRACTED),))
+    assert [e.request_id for e in reply.errors] == [1][: host == 10]
+    assert [(grown.request_id, grown.error) for grown in reply.grown] == [(1, None)][: host == 10]
+    client.run()
+    driver.end_all()
     driver.leave(client)
 
 
