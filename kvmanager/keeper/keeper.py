@@ -155,11 +155,14 @@ class Keeper:
             _log.info("found the daemon, pid %d: it gives its memory's descriptors back", self._daemon.pid)
         elif len(self._box):
             _log.info("%d descriptors came back from systemd", len(self._box))
-        elif unclean:  # nothing of the life before may run when memory is given out anew
-            killed = ", ".join(kill_orphans(self._runtime_dir)) or "nothing"
-            _log.warning("keeper and daemon died: cold start, the cache is lost; killed what was left: %s", killed)
+        elif unclean:
+            self._start_over()
         for mover in self._movers:
             mover.find()
+
+    def _start_over(self) -> None:  # nothing of the life before may run when memory is given out anew
+        killed = ", ".join(kill_orphans(self._runtime_dir)) or "nothing"
+        _log.warning("keeper and daemon died: cold start, the cache is lost; killed what was left: %s", killed)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._lock, self._box.daemon_state = state["lock"], state.get("daemon_state", "")
@@ -188,8 +191,6 @@ class Keeper:
             self._signals.let_through()
             self._spare.plan()
             _log.error("no upgrade, the old keeper goes on: %s", error)
-
-    # --------------------------------------------------------------------------------- children
 
     def _launch(self, child: Child) -> None:
         environment = without_systemd(dict(os.environ))
@@ -231,6 +232,8 @@ class Keeper:
             self._spare.end()
             child.restart_at_s = time.monotonic()
         else:
+            if child is self._daemon and code is None and not len(self._box):
+                self._start_over()  # it was found, and died before it had given anything back
             self._plan_restart(child, f"the {child.name} " + ("ended" if code is None else f"ended with {code}"))
 
     def _plan_restart(self, child: Child, story: str) -> None:

@@ -136,6 +136,26 @@ def test_when_keeper_and_daemon_die_the_start_is_cold_and_the_old_mover_is_kille
             assert errors.index("killed what was left: mover") < errors.index("started the mover")
 
 
+def test_a_found_daemon_that_dies_before_it_gave_anything_back_is_a_cold_start_too(tmp_path, linked):
+    """It was dying when the keeper found it: memory is lost, and the mover that still maps it must not go on."""
+    with keeper(tmp_path, linked) as (first, lines):
+        mover, daemon = int(lines.next("mover")), int(lines.next("daemon"))
+        wait_until(lambda: lockfile.holder(tmp_path / "daemon.lock") == daemon)
+        wait_until(lambda: "memfd:hbm" in descriptors(first.pid))
+        os.kill(daemon, signal.SIGSTOP)
+        kill_and_wait(first)
+        with keeper(tmp_path, linked) as (second, later):
+            said(second, f"found the daemon, pid {daemon}")
+            pidfd = os.pidfd_open(daemon)
+            os.kill(daemon, signal.SIGKILL)
+            assert gone(pidfd)
+            assert "cold start, the cache is lost; killed what was left: mover" in said(second, "cold start")
+            assert not lives(mover)
+            assert later.next("held") == "[]"
+            assert int(later.next("mover")) != mover
+            stop(second)
+
+
 def test_a_first_start_says_nothing_of_a_life_before(tmp_path, linked):
     with keeper(tmp_path, linked) as (process, lines):
         lines.next("daemon")
