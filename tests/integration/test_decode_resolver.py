@@ -14,9 +14,8 @@ from sparse_node import check_account, decode_all, sparse_toml
 from kvmanager.clients.decode_stores import StoresOf, reference_stores, stores_of
 
 
-@pytest.mark.parametrize(
-    "stores", [reference_stores, pytest.param(stores_of, marks=pytest.mark.long)], ids=["resolver", "map"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("stores", [reference_stores, stores_of], ids=["resolver", "map"])
 def test_hisparse_rows_found_on_a_live_node_give_the_tokens_of_the_reference(tmp_path: Path, stores: StoresOf) -> None:
     with node(tmp_path, "decode", sparse_toml) as served:
         assert decode_all(served, stores) > 50

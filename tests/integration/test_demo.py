@@ -48,6 +48,7 @@ def test_small_replay_gives_the_reference_runs_tokens(directory: Path) -> None:
     assert (directory / "prefill-0.log").exists()
 
 
+@pytest.mark.long
 def test_one_wrong_bit_fails_the_demo(directory: Path) -> None:
     report, shown = run(DemoOptions(seed=SEED, inject_fault=True, runtime_dir=directory), SMALL)
     assert "flipped one bit" in shown

@@ -2,8 +2,10 @@
 
 import secrets
 import signal
+import subprocess
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,16 @@ from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.units import SECOND_NS
 from kvmanager.wire import RegionKind, error_from_proto, pack_u64
 from tests.integration.mover_process import POISON, WAIT_S, Client, reversed_pieces, running
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """Returns when none of its threads runs any more: on a busy machine that comes later than the signal."""
+    process.send_signal(signal.SIGSTOP)
+    give_up = time.monotonic() + WAIT_S
+    tasks = Path(f"/proc/{process.pid}/task")
+    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
 
 
 class Source:
@@ -125,7 +137,7 @@ def _stop_in_a_read(source, target, process):
     """Leaves pull 2 reading from a source that is stopped: over TCP the read stays in flight."""
     places = _pulled_once(source, target)
     target.client.memory[60][:] = POISON
-    process.send_signal(signal.SIGSTOP)
+    _stop(process)
     target.client.link.pull(source.pull(2, places))
     for _ in range(2):  # the answer to the second means that a turn of the mover began the read
         assert target.client.list() == [2]
@@ -293,7 +305,7 @@ def test_a_hung_source_costs_a_piece_of_staging_and_nobody_else_notices(tmp_path
         places = _pulled_once(hung, target)
         for region in (50, 60, 70):
             target.client.memory[region][:] = POISON
-        process.send_signal(signal.SIGSTOP)
+        _stop(process)
         target.client.link.pull(hung.pull(2, places, slots=3, deadline_ns=SECOND_NS // 2))
         late = target.client.completions(1)[2]
         assert (late.outcome, late.error.reason) == (pb.Completion.FAILED, pb.TRANSFER_TIMEOUT)
@@ -341,7 +353,7 @@ def test_a_mover_whose_staging_is_all_in_doubt_ends_and_takes_the_late_reads_wit
         places = _pulled_once(source, target)
         for region in (50, 60, 70):
             target.client.memory[region][:] = POISON
-        source_process.send_signal(signal.SIGSTOP)
+        _stop(source_process)
         target.client.link.pull(source.pull(2, places, deadline_ns=SECOND_NS // 2))
         assert target.client.completions(1)[2].outcome == pb.Completion.FAILED
         target.client.link.submit(reversed_pieces(3, 60, 61, [0]))
@@ -415,7 +427,7 @@ def test_a_peer_that_hangs_while_it_is_read_straight_into_pages_ends_the_mover(t
     ):
         source, target = Source(source_path, seed=5), Target(target_path)
         places = _pulled_once(source, target)
-        source_process.send_signal(signal.SIGSTOP)
+        _stop(source_process)
         pull = _kept(source, source.pull(2, places, slots=3, deadline_ns=SECOND_NS), places)
         pull.path = "direct"
         target.client.link.pull(pull)
