@@ -5,6 +5,10 @@ PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 # Test files at one time. Most of them wait for processes more than they compute.
 JOBS ?= 4
+# In the order given: files of one long test first, or they would run alone at the end.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+LONGEST := tests/sim tests/chaos tests/soak
+FOLDERS := $(LONGEST) $(filter-out $(LONGEST) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 # make chaos: kills, and their seed (default: a new one, printed).
 KILLS ?= 200
 SEED ?=
@@ -44,10 +48,10 @@ demo: $(STAMP) ## replay real agent sessions through a prefill and a decode node
 	$(BIN)/kvmanager demo
 
 test: $(STAMP) ## the default tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) $(BY_FILE) $(FOLDERS) $(PYTEST_FLAGS)
 
 test-long: $(STAMP) ## the tests that take minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m long -n 3 --dist loadfile --durations=12 $(PYTEST_FLAGS) || { \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m long -n 3 $(BY_FILE) --durations=12 $(FOLDERS) $(PYTEST_FLAGS) || { \
 	  rc=$$?; test $$rc -ne 5 || echo "make test-long: no test is marked long, so nothing was tested" >&2; exit $$rc; }
 
 test-vllm: $(STAMP) ## a real vLLM engine as a client (its environment is made once: minutes, 2.5 GB)
