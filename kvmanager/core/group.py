@@ -117,11 +117,10 @@ class Chain:
 
     def free_spans(self, rows: RowArray) -> None:
         """Frees every copy of unpublished spans nobody holds, and forgets them, in order."""
-        for page_class in range(self.table.classes):
-            for tier in (DEVICE, HOST) if self.has_host(page_class) else (DEVICE,):
-                held = rows[self.table.copies[page_class, tier, as_range(rows)] != ABSENT]
-                if len(held):
-                    self.free_copies(page_class, tier, held)
+        for page_class, tier in self.spec.class_tiers:
+            held = rows[self.table.copies[page_class, tier, as_range(rows)] != ABSENT]
+            if len(held):
+                self.free_copies(page_class, tier, held)
         self.table.remove_many(rows)
 
     def release_if_unused(self, row: int) -> None:

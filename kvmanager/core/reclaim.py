@@ -83,9 +83,7 @@ def droppable(chain: Chain, page_class: int, tier: int) -> BoolArray:
 
 def _in_pool(chain: Chain, pool: Pool) -> list[tuple[int, int]]:
     """(class, tier) pairs whose pages come from the pool."""
-    pairs = [(c, DEVICE) for c in range(len(chain.spec.classes))]
-    pairs += [(c, HOST) for c in range(len(chain.spec.classes)) if chain.has_host(c)]
-    return [(c, tier) for c, tier in pairs if chain.pool(c, tier) is pool]
+    return [(c, tier) for c, tier in chain.spec.class_tiers if chain.pool(c, tier) is pool]
 
 
 def _kept(group: Group, chain: Chain) -> BoolArray | None:

@@ -12,7 +12,7 @@ import numpy as np
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.pool import PageState, Pool
 from kvmanager.core.request import Phase, Request
-from kvmanager.core.spans import DEVICE, HOST, NO_PAGE
+from kvmanager.core.spans import DEVICE, NO_PAGE
 from kvmanager.core.state import State
 from kvmanager.core.tenants import NOBODY
 from kvmanager.core.tickets import tenant_of
@@ -74,11 +74,10 @@ def _held(state: State, group: Group, pool: Pool) -> list[tuple[str, int, int]]:
 def _slabs(chain: Chain, pool: Pool, rows: Iterable[int]) -> int:
     """Slabs that the spans' pages in the pool fill, rounded up by class."""
     index, slabs = np.fromiter(rows, np.int64), 0
-    for c, page_class in enumerate(chain.spec.classes):
-        for tier in (DEVICE, HOST) if chain.has_host(c) else (DEVICE,):
-            if chain.pool(c, tier) is pool:
-                pages = int((chain.table.pages[c, tier, index] != NO_PAGE).sum())
-                slabs += -(-pages // pool.per_slab(page_class.name))
+    for c, tier in chain.spec.class_tiers:
+        if chain.pool(c, tier) is pool:
+            pages = int((chain.table.pages[c, tier, index] != NO_PAGE).sum())
+            slabs += -(-pages // pool.per_slab(chain.spec.classes[c].name))
     return slabs
 
 

@@ -19,7 +19,7 @@ from kvmanager.core.pulling import start_pull
 from kvmanager.core.request import Phase, Request
 from kvmanager.core.rows import RowArray
 from kvmanager.core.spanplans import copy_pages
-from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST
+from kvmanager.core.spans import ABSENT, DEVICE, FILLING
 from kvmanager.core.state import ScrubJob, State, ended_well
 from kvmanager.errors import KVError, TransferFailed
 from kvmanager.geometry import Int64Array
@@ -37,18 +37,17 @@ def scrub(state: State, group: Group, request: Request, ticket: TicketInfo | Non
         chain = part.chain
         new = part.rows.array[part.shared :]
         new = new[chain.table.busy[new] == 0]  # the others' pages come whole, from the host
-        for c in range(chain.table.classes):
-            for tier in (DEVICE, HOST) if chain.has_host(c) else (DEVICE,):
-                rows = new[chain.table.copies[c, tier, new] == FILLING]
-                pages = _unclean(chain, c, tier, rows)
-                if len(pages) == 0:
-                    continue
-                plan = CopyPlan(state.new_plan_id(), Purpose.SCRUB, zeros(chain, c, tier, pages))
-                state.jobs[plan.plan_id] = ScrubJob(
-                    group.spec.name, number, c, tier, rows.tolist(), pages, who, ticket, state.now
-                )
-                request.waiting_on.add(plan.plan_id)
-                state.effects.append(SubmitPlan(plan))
+        for c, tier in chain.spec.class_tiers:
+            rows = new[chain.table.copies[c, tier, new] == FILLING]
+            pages = _unclean(chain, c, tier, rows)
+            if len(pages) == 0:
+                continue
+            plan = CopyPlan(state.new_plan_id(), Purpose.SCRUB, zeros(chain, c, tier, pages))
+            state.jobs[plan.plan_id] = ScrubJob(
+                group.spec.name, number, c, tier, rows.tolist(), pages, who, ticket, state.now
+            )
+            request.waiting_on.add(plan.plan_id)
+            state.effects.append(SubmitPlan(plan))
     # Afterwards: a span may wait for several plans.
     for plan_id in request.waiting_on:
         job = state.jobs[plan_id]

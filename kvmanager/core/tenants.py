@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN
+from kvmanager.core.spans import DEVICE, NO_PAGE, NO_SPAN
 from kvmanager.core.spec import TenantSpec
 
 if TYPE_CHECKING:
@@ -75,11 +75,10 @@ class Tenants:
 def span_units(chain: Chain, pool: Pool, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Units of the pool that each span's pages take, int64[rows]."""
     units = np.zeros(len(rows), np.int64)
-    for c, page_class in enumerate(chain.spec.classes):
-        for tier in (DEVICE, HOST) if chain.has_host(c) else (DEVICE,):
-            if chain.pool(c, tier) is pool:
-                pages = (chain.table.pages[c, tier, rows] != NO_PAGE).sum(axis=1)
-                units += pages * pool.spaces[page_class.name].units
+    for c, tier in chain.spec.class_tiers:
+        if chain.pool(c, tier) is pool:
+            pages = (chain.table.pages[c, tier, rows] != NO_PAGE).sum(axis=1)
+            units += pages * pool.spaces[chain.spec.classes[c].name].units
     return units
 
 
