@@ -169,46 +169,27 @@ def _typed(error: object) -> KVError:
     return error_from_proto(pb.Error(reason=pb.ErrorReason.Value(reason), message=message))
 
 
-class _CallDetails(NamedTuple):
-    """The details of a call with the token added (gRPC reads these attributes)."""
+class _TokenCall:
+    """A method of the daemon, whichever side streams, whose calls carry the token.
 
-    method: str
-    timeout: float | None
-    metadata: tuple[tuple[str, str | bytes], ...]
-    credentials: grpc.CallCredentials | None
-    wait_for_ready: bool | None
-    compression: grpc.Compression | None
+    An interceptor would cost a tenth of a call.
+    """
 
-
-class _TokenCall(grpc.UnaryUnaryMultiCallable):  # type: ignore[type-arg]  # generic in the stubs only
-    """A call of one request and one reply that carries the token. An interceptor would cost a tenth of it."""
-
-    def __init__(self, call: Any, entry: tuple[str, str]) -> None:
+    def __init__(self, call: Any, token: str) -> None:
         self._call = call
-        self._entry = entry
+        self._entry = (TOKEN_METADATA_KEY, token)
 
-    def __call__(
-        self, request: Any, timeout: float | None = None, metadata: Any = None, credentials: Any = None,
-        wait_for_ready: bool | None = None, compression: Any = None,
-    ) -> Any:  # fmt: skip
-        """Makes the call and waits."""
-        return self._call(request, timeout, self._with_token(metadata), credentials, wait_for_ready, compression)
+    def __call__(self, request: Any, timeout: float | None = None, metadata: Any = None, **how: Any) -> Any:
+        """Makes the call, and waits where there is one reply."""
+        return self._call(request, timeout, self._with_token(metadata), **how)
 
-    def with_call(
-        self, request: Any, timeout: float | None = None, metadata: Any = None, credentials: Any = None,
-        wait_for_ready: bool | None = None, compression: Any = None,
-    ) -> Any:  # fmt: skip
+    def with_call(self, request: Any, timeout: float | None = None, metadata: Any = None, **how: Any) -> Any:
         """The same with what the server says beside the reply."""
-        told = self._with_token(metadata)
-        return self._call.with_call(request, timeout, told, credentials, wait_for_ready, compression)
+        return self._call.with_call(request, timeout, self._with_token(metadata), **how)
 
-    def future(
-        self, request: Any, timeout: float | None = None, metadata: Any = None, credentials: Any = None,
-        wait_for_ready: bool | None = None, compression: Any = None,
-    ) -> Any:  # fmt: skip
+    def future(self, request: Any, timeout: float | None = None, metadata: Any = None, **how: Any) -> Any:
         """Makes the call and does not wait."""
-        told = self._with_token(metadata)
-        return self._call.future(request, timeout, told, credentials, wait_for_ready, compression)
+        return self._call.future(request, timeout, self._with_token(metadata), **how)
 
     def _with_token(self, metadata: Any) -> tuple[Any, ...]:
         return (*(metadata or ()), self._entry)
@@ -219,24 +200,23 @@ class _TokenChannel(grpc.Channel):
 
     def __init__(self, channel: grpc.Channel, token: str) -> None:
         self._channel = channel
-        self._streams = grpc.intercept_channel(channel, _TokenInterceptor(token))
-        self._entry = (TOKEN_METADATA_KEY, token)
+        self._token = token
 
     def unary_unary(self, *method: Any, **how: Any) -> Any:
         """One request, one reply."""
-        return _TokenCall(self._channel.unary_unary(*method, **how), self._entry)
+        return _TokenCall(self._channel.unary_unary(*method, **how), self._token)
 
     def unary_stream(self, *method: Any, **how: Any) -> Any:
         """One request, many replies."""
-        return self._streams.unary_stream(*method, **how)
+        return _TokenCall(self._channel.unary_stream(*method, **how), self._token)
 
     def stream_unary(self, *method: Any, **how: Any) -> Any:
         """Many requests, one reply."""
-        return self._streams.stream_unary(*method, **how)
+        return _TokenCall(self._channel.stream_unary(*method, **how), self._token)
 
     def stream_stream(self, *method: Any, **how: Any) -> Any:
         """Many of both."""
-        return self._streams.stream_stream(*method, **how)
+        return _TokenCall(self._channel.stream_stream(*method, **how), self._token)
 
     def subscribe(self, callback: Callable[..., None], try_to_connect: bool | None = False) -> None:
         """Is told of the connection's state."""
@@ -255,39 +235,6 @@ class _TokenChannel(grpc.Channel):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _TokenInterceptor(
-    grpc.UnaryStreamClientInterceptor,  # type: ignore[type-arg]  # generic in the stubs only
-    grpc.StreamUnaryClientInterceptor,  # type: ignore[type-arg]  # generic in the stubs only
-    grpc.StreamStreamClientInterceptor,  # type: ignore[type-arg]  # generic in the stubs only
-):
-    """Adds the session token to the metadata of every call that is a stream."""
-
-    def __init__(self, token: str) -> None:
-        self._entry = (TOKEN_METADATA_KEY, token)
-
-    def _with_token(self, details: Any) -> _CallDetails:
-        return _CallDetails(
-            details.method,
-            details.timeout,
-            (*(details.metadata or ()), self._entry),
-            details.credentials,
-            getattr(details, "wait_for_ready", None),
-            getattr(details, "compression", None),
-        )
-
-    def intercept_unary_stream(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        """One request, many replies."""
-        return continuation(self._with_token(details), request)
-
-    def intercept_stream_unary(self, continuation: Callable[..., Any], details: Any, requests: Any) -> Any:
-        """Many requests, one reply."""
-        return continuation(self._with_token(details), requests)
-
-    def intercept_stream_stream(self, continuation: Callable[..., Any], details: Any, requests: Any) -> Any:
-        """Many of both."""
-        return continuation(self._with_token(details), requests)
 
 
 def grpc_channel(attachment: Attachment) -> grpc.Channel:
