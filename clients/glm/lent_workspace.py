@@ -21,8 +21,8 @@ from typing import Final
 import numpy as np
 import torch
 
+from kvmanager.clients.engine_memory import EngineMemory
 from kvmanager.clients.glm.workspace import TOKEN_BYTES, Workspace
-from kvmanager.clients.vllm.engine_memory import EngineMemory
 from kvmanager.layout import plain_format
 
 WORKSPACE_FORMAT: Final = plain_format("uint8", 1, 1, TOKEN_BYTES)

@@ -19,9 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvmanager.clients.engine_memory import EngineMemory
 from kvmanager.clients.vllm.blocks import EngineBlocks
 from kvmanager.clients.vllm.copying import Copying
-from kvmanager.clients.vllm.engine_memory import EngineMemory, Pool, engine_pool
+from kvmanager.clients.vllm.engine_pool import Pool, engine_pool
 from kvmanager.clients.vllm.handover import params_of, ticket_of
 from kvmanager.clients.vllm.link import Link
 from kvmanager.clients.vllm.orders import Orders, Report

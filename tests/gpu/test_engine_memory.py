@@ -10,7 +10,7 @@ import pytest
 from gpu_support import memory_is_given_back
 from nodes_support import kill_and_wait, node, says, script
 
-from kvmanager.clients.vllm.engine_memory import EngineMemory
+from kvmanager.clients.engine_memory import EngineMemory
 from kvmanager.errors import PoolExhausted
 from kvmanager.layout import plain_format, plain_layout
 
@@ -41,7 +41,7 @@ ENGINE = """
 import sys
 from pathlib import Path
 import torch
-from kvmanager.clients.vllm.engine_memory import engine_pool
+from kvmanager.clients.vllm.engine_pool import engine_pool
 from kvmanager.clients.vllm.settings import Settings
 from kvmanager.layout import plain_format
 runtime_dir, name, form, rows, blocks, layers, size, cleared = sys.argv[1:]

@@ -18,7 +18,8 @@ import pytest
 from nodes_support import Node, kill_and_wait, node, says, script, wait_for
 
 from kvmanager.clients.attached_engine import AttachedEngine
-from kvmanager.clients.vllm.engine_memory import EngineMemory, engine_pool, pool_over, segment_bytes
+from kvmanager.clients.engine_memory import EngineMemory
+from kvmanager.clients.vllm.engine_pool import engine_pool, pool_over, segment_bytes
 from kvmanager.clients.vllm.gpu_pool import compile_allocator
 from kvmanager.clients.vllm.settings import Settings
 from kvmanager.errors import ConfigError, InvalidArgument, LayoutMismatch, PoolExhausted
