@@ -268,42 +268,42 @@ class Chaos:
         side.mend()
         cold = self._started_cold(side, kill)
         self._report.failures += [f"{self._where}: {wrong}" for wrong in side.ledger()]
-        result = None
-        for _ in range(VERIFY_TRIES):
-            side.mend()
-            result = self._judge(side, side.ask(do="verify"))
-            if result is not None:
-                break
-        else:
-            self._report.failures.append(f"{self._where}: {side.name}: the prompts can't be opened again")
+        result = self._verified(side, side.mend, "opened")
+        if result is None:
             return
         cold = self._started_cold(side, kill) or cold  # it may have been killed again meanwhile
         forgotten = side.view.counters()["eviction"]
-        if side.found and not cold and forgotten == side.forgotten:
-            pairs = zip(side.found, result["found"], strict=True)
-            lost = [f"prompt {n}: {had} -> {has} tokens" for n, (had, has) in enumerate(pairs) if has < had]
-            if lost:
-                self._report.failures.append(f"{self._where}: {side.name} lost what was committed: {lost}")
+        if not cold and forgotten == side.forgotten:
+            self._miss(side, result["found"])
         side.found, side.forgotten = result["found"], forgotten
         self._report.prompt_tokens_found += sum(side.found)
 
+    def _verified(self, party: Side | Guest, begin: Callable[[], object], verb: str) -> Any:
+        """What a party finds of all prompts, once `begin` has it ready; None, and a failure, where it never answers."""
+        for _ in range(VERIFY_TRIES):
+            begin()
+            result = self._judge(party, party.ask(do="verify"))
+            if result is not None:
+                return result
+        self._report.failures.append(f"{self._where}: {party.name}: the prompts can't be {verb} again")
+        return None
+
+    def _miss(self, party: Side | Guest, found: list[int]) -> None:
+        """Notes prompts of which less is found than before, where something was."""
+        pairs = zip(party.found, found, strict=True) if party.found else ()
+        lost = [f"prompt {n}: {had} -> {has} tokens" for n, (had, has) in enumerate(pairs) if has < had]
+        if lost:
+            self._report.failures.append(f"{self._where}: {party.name} lost what was committed: {lost}")
+
     def _look_at_the_guest(self, kill: Kill) -> None:
         """What it had stored is found again, byte for byte; behind `_look_at`, which has said whether all went cold."""
-        for _ in range(VERIFY_TRIES):
-            self.guest.start_engine()
-            result = self._judge(self.guest, self.guest.ask(do="verify"))
-            if result is not None:
-                break
-        else:
-            self._report.failures.append(f"{self._where}: {self.guest.name}: the prompts can't be read again")
+        result = self._verified(self.guest, self.guest.start_engine, "read")
+        if result is None:
             return
         forgotten = self.sides[SOURCE].view.counters()["eviction"]
         may_be_lost = forgotten != self.guest.forgotten or (kill.costs_the_cache and kill.side == SOURCE)
-        if self.guest.found and not may_be_lost:
-            pairs = enumerate(zip(self.guest.found, result["found"], strict=True))
-            lost = [f"prompt {n}: {had} -> {has} tokens" for n, (had, has) in pairs if has < had]
-            if lost:
-                self._report.failures.append(f"{self._where}: {self.guest.name} lost what was committed: {lost}")
+        if not may_be_lost:
+            self._miss(self.guest, result["found"])
         self.guest.found, self.guest.forgotten = result["found"], forgotten
         self._report.leased_tokens_found += sum(self.guest.found)
 
