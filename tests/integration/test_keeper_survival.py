@@ -142,8 +142,8 @@ def test_a_found_daemon_that_dies_before_it_gave_anything_back_is_a_cold_start_t
         mover, daemon = int(lines.next("mover")), int(lines.next("daemon"))
         wait_until(lambda: lockfile.holder(tmp_path / "daemon.lock") == daemon)
         wait_until(lambda: "memfd:hbm" in descriptors(first.pid))
-        os.kill(daemon, signal.SIGSTOP)
         kill_and_wait(first)
+        os.kill(daemon, signal.SIGSTOP)  # not before: what is stopped while its parent dies gets a SIGHUP
         with keeper(tmp_path, linked) as (second, later):
             said(second, f"found the daemon, pid {daemon}")
             pidfd = os.pidfd_open(daemon)
