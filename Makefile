@@ -27,6 +27,10 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 NUMPY := $(shell sed -n 's/^\(numpy==[^ ]*\).*/\1/p' constraints.txt)
 
+# Many images set it to stay small. Here it would compile the whole package anew in each of the hundreds of processes
+# that the tests start: half of their computing.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-long test-vllm sim chaos soak fuzz check bench bench-peers protos docs dist gpu-test gpu-bench clean
 
