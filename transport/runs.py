@@ -119,31 +119,36 @@ def slices(copies: StridedCopies, most_bytes: int, most_runs: int) -> Iterator[S
     """
     each_runs = math.prod(copies.counts)
     each_bytes = each_runs * copies.row_bytes
+    count = len(copies.source_offsets)
     if each_bytes <= most_bytes and each_runs <= most_runs:
         step = max(1, min(most_bytes // each_bytes, most_runs // each_runs))
-        for first in range(0, len(copies.source_offsets), step):
+        if step >= count:
+            yield from (copies,) if count else ()
+            return
+        for first in range(0, count, step):
             part = slice(first, first + step)
-            yield replace(
-                copies, source_offsets=copies.source_offsets[part], target_offsets=copies.target_offsets[part]
-            )
+            yield _at(copies, copies.source_offsets[part], copies.target_offsets[part], 0)
         return
     for source, target in zip(copies.source_offsets.tolist(), copies.target_offsets.tolist(), strict=True):
         if copies.counts:
-            yield from slices(_without_outer_extent(copies, source, target), most_bytes, most_runs)
+            steps = np.arange(copies.counts[0], dtype=np.int64)
+            ends = source + steps * copies.source_strides[0], target + steps * copies.target_strides[0]
+            yield from slices(_at(copies, *ends, 1), most_bytes, most_runs)
         else:
             yield from _cut_row(copies, source, target, most_bytes)
 
 
-def _without_outer_extent(copies: StridedCopies, source: int, target: int) -> StridedCopies:
-    """One copy of the set with its slowest extent written out as offsets."""
-    steps = np.arange(copies.counts[0], dtype=np.int64)
-    return replace(
-        copies,
-        source_offsets=source + steps * copies.source_strides[0],
-        target_offsets=target + steps * copies.target_strides[0],
-        counts=copies.counts[1:],
-        source_strides=copies.source_strides[1:],
-        target_strides=copies.target_strides[1:],
+def _at(copies: StridedCopies, source: Int64Array, target: Int64Array, without: int) -> StridedCopies:
+    """The same at other offsets, without the slowest so many extents. Not `replace`, which takes twice as long."""
+    return StridedCopies(
+        copies.source_region,
+        copies.target_region,
+        source,
+        target,
+        copies.counts[without:],
+        copies.source_strides[without:],
+        copies.target_strides[without:],
+        copies.row_bytes,
     )
 
 
