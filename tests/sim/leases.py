@@ -48,6 +48,7 @@ class LeaseEngine(SimEngine):
         super().__init__(world, group, texts, deque())
         self.reading: dict[int, Lease] = {}
         self.writing: dict[int, Lease] = {}
+        self.waiting: dict[int, tuple[AcquirePrefix, Text]] = {}  # for what comes into a bounce region
         self.next_lease = 0
         self.looker = 0
 
@@ -56,7 +57,9 @@ class LeaseEngine(SimEngine):
     def step(self) -> None:
         """Begins a lease, works on one, or ends one."""
         kind = self.draw.random()
-        if kind < 0.25 and len(self.reading) < MOST:
+        if self.waiting and kind < 0.3:
+            self._wait(self.draw.choice(list(self.waiting)))
+        elif kind < 0.25 and len(self.reading) < MOST:
             self._acquire()
         elif kind < 0.5 and len(self.writing) < MOST:
             self._reserve()
@@ -102,6 +105,8 @@ class LeaseEngine(SimEngine):
                 self._end_writing(lease)
             for lease in list(self.reading):
                 self._end_reading(lease)
+            for lease in list(self.waiting):
+                self._wait_no_more(lease)
         if self.looker:
             self.world.apply(EngineGone(f"looker-{self.spec.name}", self.looker))
         super().leave()
@@ -117,18 +122,41 @@ class LeaseEngine(SimEngine):
     def _acquire(self) -> None:
         lease_id, text, keys = self._prompt()
         asked = AcquirePrefix(self.name, self.epoch, lease_id, keys, 1_000_000)
-        answer = self.world.apply(asked)
         if not keys:
-            assert isinstance(answer, InvalidArgument)
+            assert isinstance(self.world.apply(asked), InvalidArgument)
             return
+        self._acquired(asked, text)
+
+    def _acquired(self, asked: AcquirePrefix, text: Text) -> None:
+        """Asks: a lease, a wait, or nothing found."""
+        answer = self.world.apply(asked)
         assert isinstance(answer, Opened), answer
-        assert answer.cached_tokens <= len(keys) // 16 * PAGE_ROWS
+        if answer.state == "waiting":
+            self.waiting[asked.request_id] = asked, text
+            self.world.happened["lease waits"] += 1
+            return
+        assert answer.cached_tokens <= len(asked.keys) // 16 * PAGE_ROWS
         if not answer.cached_tokens:
             return
-        lease = self.reading[lease_id] = Lease(asked, answer, text, 0, _pages(answer))
+        lease = self.reading[asked.request_id] = Lease(asked, answer, text, 0, _pages(answer))
         assert len(lease.pages) == answer.cached_tokens // PAGE_ROWS
         self._work(lease, 0, len(lease.pages), write=False)
         self.world.happened["leased"] += 1
+
+    def _wait(self, lease_id: int) -> None:
+        """Asks again for what it waits for, or gives it up."""
+        if self.draw.random() < 0.15:
+            self._wait_no_more(lease_id)
+            return
+        asked, text = self.waiting.pop(lease_id)
+        self._acquired(asked, text)
+        self.world.happened["waited lease"] += lease_id in self.reading
+
+    def _wait_no_more(self, lease_id: int) -> None:
+        """Its bytes may have come meanwhile, or may have failed to: then it has ended already."""
+        del self.waiting[lease_id]
+        answer = self.world.apply(EndLease(self.name, self.epoch, lease_id, self._fence()))
+        assert answer is None or isinstance(answer, UnknownLease), answer
 
     def _reserve(self) -> None:
         lease_id, text, keys = self._prompt()

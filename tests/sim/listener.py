@@ -18,6 +18,7 @@ from kvmanager.core.kvevents import KvEvent, SegmentsRemoved, SegmentsStored
 from kvmanager.core.node import Node
 from kvmanager.core.pool import PageState
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN
+from kvmanager.core.spec import BOUNCE
 from tests.sim.content import PAGE_ROWS
 
 Place = tuple[str, int, int, str]
@@ -144,7 +145,10 @@ def _tiers(chain: Chain, rows: np.ndarray) -> list[tuple[str, np.ndarray]]:
         device &= here
         somewhere &= here | host
         final |= host
-    return [(chain.pool(0, DEVICE).tier, device), ("host", final & somewhere)]
+    tier = chain.pool(0, DEVICE).tier
+    if tier == BOUNCE:  # through it the pool is read: what can be fetched from either is on the host
+        return [("host", somewhere)]
+    return [(tier, device), ("host", final & somewhere)]
 
 
 def _state(chain: Chain, rows: np.ndarray, page_class: int, tier: int) -> np.ndarray:

@@ -94,15 +94,18 @@ class PublishedBytes:
 def _places(
     chain: Chain, c: PageClass, tier: int, at: tuple[np.ndarray, np.ndarray, np.ndarray], mask: np.ndarray
 ) -> list[Rows]:
-    """Where the tokens of spans lie, once for every place that holds them all. at: (pages[spans], page, slot)."""
+    """Where the tokens of spans lie, once for every place that holds them all. at: (pages[spans], page, slot).
+
+    A chain of one shard on several ranks is a cache's: each has its own part under the same page index.
+    """
     pages, page, slot = at
     regions = np.asarray(c.device_regions if tier == DEVICE else c.host_regions, np.int32)
     ranks = chain.spec.ranks
     slots = np.broadcast_to(slot, mask.shape)[mask]
-    if chain.spec.placement is Placement.SHARDED:
+    if chain.spec.placement is Placement.SHARDED and ranks > 1:
         region = np.broadcast_to(regions[page % ranks], mask.shape)[mask]
         return [Rows(region, pages[:, page // ranks][mask], slots)]
     held = pages[:, page][mask]
-    if tier == HOST:
+    if tier == HOST and chain.spec.placement is Placement.REPLICATED:
         return [Rows(regions[held % ranks], held // ranks, slots)]
     return [Rows(np.full(len(held), region, np.int32), held, slots) for region in regions]

@@ -15,6 +15,7 @@ from itertools import count
 from kvmanager.core.events import CheckCopies, CopyOutcome, RenewTickets, Tick
 from kvmanager.core.eviction import POLICIES, Policy
 from kvmanager.core.operatorevents import Reset, ResetDone
+from kvmanager.core.spec import BOUNCE
 from tests.chaos.schedule import simulated
 from tests.sim.content import Memory, Text
 from tests.sim.crash import Crashes
@@ -77,7 +78,9 @@ class Simulation:
         self.texts: list[Text] = []
         self.tickets: deque = deque(maxlen=6)
         tenants = [f"#{tenant.name}" for tenant in limits_of(self.kind).tenants] or [""]
-        keys = [(w, spec.name + tenant) for w in self.worlds for spec in w.specs for tenant in tenants]
+        # Where each rank has its part of a page behind a bounce region there are leases alone.
+        opened = [(w, s) for w in self.worlds for s in w.specs if not (s.ranks > 1 and s.pools[0].tier == BOUNCE)]
+        keys = [(w, spec.name + tenant) for w, spec in opened for tenant in tenants]
         keys += [(w, spec.name + LEASES) for w in self.worlds for spec in w.specs if spec.cache_only]
         self.engines = {key: self._new_engine(w, key) for w, key in keys}
         self.dying: list[SimEngine] = []

@@ -39,14 +39,16 @@ def test_leases_reach_what_they_are_for() -> None:
     happened: Counter[str] = Counter()
     counters: Counter[str] = Counter()
     first = list(KINDS).index("caches")
-    for seed in range(first, first + 8 * len(KINDS), len(KINDS)):
+    for seed in range(first + 10 * len(KINDS), first + 16 * len(KINDS), len(KINDS)):
         report = simulate(seed, 400)
         happened += report.happened
         counters += report.counters
     for name in ("leased", "reserved", "stored", "store given up", "load failed", "lease refused", "lease asked again",
+                 "lease waits", "waited lease",
                  "daemon died", "engine gone", "stream resumed"):  # fmt: skip
         assert happened[name] > 0, (name, happened)
-    for name in ("acquire", "store", "expired_lease", "failed_load", "handoff", "eviction"):
+    for name in ("acquire", "store", "expired_lease", "failed_load", "handoff", "eviction", "onboard",
+                 "offload"):  # fmt: skip
         assert counters[name] > 0, (name, counters)
 
 

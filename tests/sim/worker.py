@@ -59,6 +59,10 @@ class ChainTable:
     def end(self) -> int:
         return sum(self.tokens)
 
+    @property
+    def sharded(self) -> bool:
+        return self.spec.placement is Placement.SHARDED
+
     def apply(self, run: SpanRunTable) -> None:
         """Replaces everything from the run's first span on."""
         self.keep(run.first_span)
@@ -75,7 +79,7 @@ class ChainTable:
         offset = np.arange(segments * PAGE_ROWS)
         page = offset // interleave % segments
         slot = offset // (interleave * segments) * interleave + offset % interleave
-        ranks = self.spec.ranks if self.spec.placement is Placement.SHARDED else 1
+        ranks = self.spec.ranks if self.sharded else 1
         first = sum(self.widths)
         self.places.append((page % ranks, first + page // ranks, slot))
         self.widths.append(segments // ranks)
@@ -213,7 +217,7 @@ class SimRequest:
         ops: list[RowsOp] = []
         for table in self.tables:
             ranks, ordinals, slots = table.located(first, last)
-            mine = ranks == rank if table.spec.placement is Placement.SHARDED else np.ones(len(ranks), bool)
+            mine = ranks == rank if table.spec.ranks > 1 and table.sharded else np.ones(len(ranks), bool)
             for page_class in table.spec.classes:
                 ops += self._class_ops(table, page_class, rank, (ordinals[mine], slots[mine]), content[mine], write)
         return [op for op in ops if len(op.rows)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvmanager.configuration.hostregions import HostRegion, in_extents
 from kvmanager.core.spec import (
+    BOUNCE,
     ChainSpec,
     GroupSpec,
     Limits,
@@ -118,6 +119,20 @@ def cache(regions: Regions, name: str, pages: int, ranks: int) -> GroupSpec:
     chain = ChainSpec("main", Placement.REPLICATED, ranks, PAGE_ROWS, SEQUENTIAL, SEQUENTIAL, (kv,))
     pool = PoolSpec(f"{name}/host", "host", ranks, pages, layout.page_bytes, (("kv", 1),))
     return GroupSpec(name, ranks, PAGE_ROWS, PLAIN, (chain,), (pool,))
+
+
+def bounced(regions: Regions, name: str, bounce_pages: int, pages: int, ranks: int) -> GroupSpec:
+    """A cache whose engines map a bounce region of their own in place of the pool."""
+    layout = plain_layout(PLAIN, PAGE_ROWS)
+    bounce, host = (regions.add(ranks, n * layout.page_bytes) for n in (bounce_pages, pages))
+    kv = PageClass("kv", layout, f"{name}/bounce", bounce, f"{name}/host", host)
+    chain = ChainSpec("main", Placement.SHARDED, 1, PAGE_ROWS, SEQUENTIAL, SEQUENTIAL, (kv,))
+    one = (("kv", 1),)
+    pools = (
+        PoolSpec(f"{name}/bounce", BOUNCE, ranks, bounce_pages, layout.page_bytes, one),
+        PoolSpec(f"{name}/host", "host", ranks, pages, layout.page_bytes, one),
+    )
+    return GroupSpec(name, ranks, PAGE_ROWS, PLAIN, (chain,), pools)
 
 
 def hisparse(
@@ -249,9 +264,17 @@ def _shared_decode(regions: Regions, draw: random.Random) -> Nodes:
 
 
 def _caches(regions: Regions, draw: random.Random) -> Nodes:
-    """Leases beside requests of sessions, which are handed over between two of the caches."""
-    left, right = (cache(regions, name, draw.randint(40, 110), 1) for name in ("left", "right"))
-    return [[left, cache(regions, "wide", draw.randint(40, 110), 2)], [right]]
+    """Leases beside requests of sessions, which are handed over between two of the caches.
+
+    In half of them two trust domains share a pool that only the mover maps.
+    """
+    if draw.random() < 0.5:
+        left, right = (cache(regions, name, draw.randint(40, 110), 1) for name in ("left", "right"))
+        return [[left, cache(regions, "wide", draw.randint(40, 110), 2)], [right]]
+    ranks, extents = draw.choice((1, 2, 2)), draw.randint(12, 24)
+    pair = [bounced(regions, name, draw.randint(8, 16), 0, ranks) for name in ("ours", "theirs")]
+    limits = [(draw.choice((0, 0, 2)), draw.randint(extents - 2, extents)) for _ in pair]
+    return [sharing(regions, pair, extents, 8 * pair[0].pools[1].slab_bytes, limits)]
 
 
 KINDS: dict[str, Callable[[Regions, random.Random], Nodes]] = {
