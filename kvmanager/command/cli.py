@@ -24,8 +24,8 @@ from kvmanager.clients.admin import AdminClient
 from kvmanager.command import operatecli, screens
 from kvmanager.command.clibase import AsJson, ConfigFile, RuntimeDir, find_node, one_line_errors, print_json, show
 from kvmanager.command.mapscreen import map_screen
-from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.hostfit import fit_here
+from kvmanager.configuration.reading import read_config
 from kvmanager.configuration.sizing import size_of
 from kvmanager.errors import KVError, NotReady
 from kvmanager.exitcodes import EXIT_CONFIG, EXIT_FAILED
@@ -73,7 +73,7 @@ def serve(
 ) -> None:
     """Run a node in the foreground until SIGTERM or Ctrl-C."""
     with one_line_errors():
-        node = NodeConfig.from_file(config)
+        node = read_config(config)
     planned = node.planned_bytes()
     start = {"node": node.node.name, "pid": os.getpid(), "runtime_dir": str(node.node.runtime_dir)}
     if as_json:
@@ -100,7 +100,7 @@ def config_check(
 ) -> None:
     """Check a file, and show what it would allocate on this machine and which requests it can hold."""
     with one_line_errors():
-        config = NodeConfig.from_file(file)
+        config = read_config(file)
         sizing, fit = size_of(config, tokens), fit_here(config)
     if as_json:
         print_json({**sizing.as_dict(), "machine": fit.as_dict()})

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from rich.console import Console, RenderableType
 
 from kvmanager.clients.admin import AdminClient, to_plain
-from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.reading import read_config
 from kvmanager.errors import ConfigError, KVError, NotReady
 from kvmanager.exitcodes import EXIT_CONFIG, EXIT_FAILED
 from kvmanager.keeper import refusal
@@ -46,7 +46,7 @@ def find_node(runtime_dir: Path | None, config: Path | None) -> Path:
     if runtime_dir is not None:
         return runtime_dir
     assert config is not None, "one of the two is set"
-    return NodeConfig.from_file(config).node.runtime_dir
+    return read_config(config).node.runtime_dir
 
 
 def admin_of(where: Path) -> AdminClient:

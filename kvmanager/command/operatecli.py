@@ -26,7 +26,7 @@ from kvmanager.command.clibase import (
     show,
 )
 from kvmanager.command.top import Sample, Top
-from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.reading import read_config
 from kvmanager.errors import InvalidArgument
 from kvmanager.observing import explain as stories
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -219,7 +219,7 @@ def config_show(
     values: dict[str, Any]
     with one_line_errors():
         if file is not None:
-            values = json.loads(json.dumps(dataclasses.asdict(NodeConfig.from_file(file)), default=str))
+            values = json.loads(json.dumps(dataclasses.asdict(read_config(file)), default=str))
         else:
             with admin_of(find_node(runtime_dir, None)) as client:
                 values = json.loads(client.config().json)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from kvmanager.configuration.groupsection import GroupSection
 from kvmanager.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvmanager.configuration.config import GroupSection
 
 _HISPARSE_KEYS: Final = ("token_order", "source_ranks", "source_interleave", "hot_rows")
 _HOST_KEYS: Final = ("host_bytes_per_rank", "host_region", "host_floor", "host_ceiling", "host_extent_bytes")

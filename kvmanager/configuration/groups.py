@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from kvmanager.configuration.config import GroupSection, NodeConfig
+from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.groupsection import GroupSection
 from kvmanager.configuration.hostregions import HostRegion, in_extents, limits_in, shared_host_regions
 from kvmanager.core.spec import (
     BOUNCE,

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.operationsconfig import HealthSection
+from kvmanager.configuration.reading import read_config
 from kvmanager.errors import ConfigError
 
 RELOADABLE: Final[Mapping[str, frozenset[str]]] = {
@@ -91,7 +92,7 @@ def reread(path: Path, before: NodeConfig) -> tuple[NodeConfig, list[Change]]:
 
     Raises ConfigError for a file that can't be used, or that changes a key which takes a restart.
     """
-    after = NodeConfig.from_file(path)
+    after = read_config(path)
     found = changes(before, after)
     unsafe = [change for change in found if not change.safe]
     if unsafe:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvmanager.configuration.config import GroupSection, NodeConfig
+from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.groups import core_limits, offload_pool_name, plan_memory
+from kvmanager.configuration.groupsection import GroupSection
 from kvmanager.core.events import (
     Attached,
     AttachRank,

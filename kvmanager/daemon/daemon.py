@@ -26,6 +26,7 @@ import grpc
 from kvmanager.allocators.backing import host_room
 from kvmanager.allocators.numa import NO_NODE, gpu_node
 from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.reading import read_config
 from kvmanager.configuration.reload import Reloader
 from kvmanager.core.events import (
     AbandonTicket,
@@ -431,7 +432,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fingerprints", action="store_true", help="print whose journals it can go on from, and end")
     options = parser.parse_args(arguments)
     if options.fingerprints:
-        print(json.dumps(asdict(NodeParts.of(NodeConfig.from_file(options.config)).prints)))
+        print(json.dumps(asdict(NodeParts.of(read_config(options.config)).prints)))
         return 0
     logging.basicConfig(level=os.environ.get("KVMANAGER_LOG", "INFO"), format="%(asctime)s %(name)s %(message)s")
     if not __debug__:
@@ -450,7 +451,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(config_path: Path, keeper: KeeperLink | None) -> int:
     try:
-        config = NodeConfig.from_file(config_path)
+        config = read_config(config_path)
         if keeper is not None:
             make_private_dir(config.node.runtime_dir)
             keeper.listen(config.node.runtime_dir)

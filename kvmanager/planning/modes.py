@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.reading import parse_config
 from kvmanager.errors import InvalidArgument
 from kvmanager.planning.models import Model
 from kvmanager.units import MIB
@@ -80,7 +81,7 @@ def config_text(mode: Mode, model: Model, machine: Machine, page_rows: int, runt
 
 def config_of(mode: Mode, model: Model, machine: Machine, page_rows: int, runtime_dir: Path) -> NodeConfig:
     """The same, read. Raises ConfigError, for example where a rank's memory holds no page."""
-    return NodeConfig.from_text(config_text(mode, model, machine, page_rows, runtime_dir))
+    return parse_config(config_text(mode, model, machine, page_rows, runtime_dir))
 
 
 def _page_bytes(mode: Mode, model: Model, machine: Machine, page_rows: int) -> int:

@@ -18,7 +18,8 @@ from kvmanager.pressure.nodes import Node, own_nodes, running_nodes
 from kvmanager.pressure.observer import Violation
 from kvmanager.pressure.runner import Runner, Tally
 from kvmanager.pressure.schedule import Action, Schedule, save, smaller
-from kvmanager.pressure.suites import Suite, suite_named
+from kvmanager.pressure.suite import Suite
+from kvmanager.pressure.suites import suite_named
 from kvmanager.pressure.views import Views
 
 OWN_DRIVER: Final = "kvmanager.pressure.driver:OwnDriver"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kvmanager.pressure.nodes import Room
 from kvmanager.pressure.schedule import Action
-from kvmanager.pressure.suites import GIANT_TOKENS, Story, connect, quiet, suite
+from kvmanager.pressure.suite import GIANT_TOKENS, Story, connect, quiet, suite
 
 
 @suite("fill")

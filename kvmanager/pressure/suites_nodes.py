@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kvmanager.pressure.nodes import Room
 from kvmanager.pressure.schedule import Action
-from kvmanager.pressure.suites import Story, connect, quiet, suite
+from kvmanager.pressure.suite import Story, connect, quiet, suite
 
 HUNG_S = 30
 """Longer than any call of one daemon to another may take."""

@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from kvmanager.configuration.config import NodeConfig
-from kvmanager.configuration.securityconfig import trust_of
 from kvmanager.daemon.attach import ClientIdentity
 from kvmanager.errors import KVError, Suspect, Unauthorized
 from kvmanager.wire import TOKEN_METADATA_KEY, abort_with
@@ -107,4 +106,4 @@ def typed(
 
 def callers_of(config: NodeConfig, identities: Identities) -> Callers:
     """With the tenants, readers and trust domains of a configuration."""
-    return Callers(identities, config.tenant_of, config.access.sees_all, lambda uid: trust_of(config, uid))
+    return Callers(identities, config.tenant_of, config.access.sees_all, config.trust_of)

@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvmanager.configuration.config import FenceSection
+from kvmanager.configuration.sections import FenceSection
 from kvmanager.errors import ConfigError
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc

@@ -14,8 +14,8 @@ from functools import partial
 from importlib.resources import files
 from typing import Final
 
-from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.groups import plan_memory
+from kvmanager.configuration.reading import parse_config
 from kvmanager.core.spec import Inclusion, Limits
 from kvmanager.errors import InvalidArgument
 from kvmanager.replay.stream import BLOCK_TOKENS
@@ -74,7 +74,7 @@ class Settings:
 
 def ranks_of(name: str, limits: Limits, policy: str, clock: Clock, hbm_bytes: int = 0) -> list[Rank]:
     """The groups of a published configuration, each with a core of its own. hbm_bytes: of a rank; 0: as published."""
-    config = NodeConfig.from_text(files("kvmanager").joinpath(f"deployments/{name}.toml").read_text("utf-8"))
+    config = parse_config(files("kvmanager").joinpath(f"deployments/{name}.toml").read_text("utf-8"))
     if hbm_bytes:
         config = replace(config, groups=tuple(replace(g, hbm_bytes_per_rank=hbm_bytes) for g in config.groups))
     return [Rank(spec, limits, policy, clock, link_rates()) for spec in plan_memory(config).groups]

@@ -16,8 +16,8 @@ from time import perf_counter
 import numpy as np
 
 from kvmanager.clients.keys import KeyChain
-from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.groups import core_limits, plan_memory
+from kvmanager.configuration.reading import parse_config
 from kvmanager.core.events import (
     AttachRank,
     Close,
@@ -67,7 +67,7 @@ class Driver:
     """Drives one sharded engine on an accounting-only core. HBM holds two whole requests, host memory nine."""
 
     def __init__(self, hbm_gib: int = 15, host_gib: int = 64, ranks: int = RANKS) -> None:
-        config = NodeConfig.from_text(CONFIG.format(hbm_gib=hbm_gib, host_gib=host_gib, ranks=ranks))
+        config = parse_config(CONFIG.format(hbm_gib=hbm_gib, host_gib=host_gib, ranks=ranks))
         memory = plan_memory(config)
         self.node = Node(list(memory.groups), core_limits(config))
         self._now = 0

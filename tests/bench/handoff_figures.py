@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from importlib.resources import files
 from typing import Any
 
-from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.groups import core_limits, plan_memory
+from kvmanager.configuration.reading import parse_config
 from kvmanager.core.events import (
     AcceptTicket,
     CheckTicket,
@@ -53,7 +53,7 @@ class _Clock:
 
 
 def _driver(mode: str) -> Driver:
-    config = NodeConfig.from_text(files("kvmanager").joinpath(f"deployments/{mode}.toml").read_text(encoding="utf-8"))
+    config = parse_config(files("kvmanager").joinpath(f"deployments/{mode}.toml").read_text(encoding="utf-8"))
     return Driver(list(plan_memory(config).groups)[:1], core_limits(config))
 
 

@@ -15,7 +15,7 @@ from keeper_support import WAIT_S
 from nodes_support import prefill_toml, wait_for
 from test_keeper_systemd import PlayedSystemd
 
-from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.reading import parse_config
 from kvmanager.daemon.attach import CONNECTIONS_MAX
 from kvmanager.exitcodes import EXIT_CONFIG
 from kvmanager.keeper import systemd
@@ -41,9 +41,9 @@ def test_the_unit_says_what_the_keeper_does() -> None:
     for promise in ("Type=notify", f"FileDescriptorStoreMax={said('FileDescriptorStoreMax')}", "KillMode=process"):
         assert promise in str(systemd.__doc__)
     example = files("kvmanager").joinpath("deployments/prefill-tp8.toml").read_text(encoding="utf-8")
-    name = NodeConfig.from_text(example).node.name
+    name = parse_config(example).node.name
     where = "/run" / Path(said("RuntimeDirectory").replace("%i", name))
-    assert NodeConfig.from_text(example).node.runtime_dir == where
+    assert parse_config(example).node.runtime_dir == where
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")

@@ -8,8 +8,8 @@ import secrets
 import numpy as np
 import pytest
 
-from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.groups import plan_memory
+from kvmanager.configuration.reading import parse_config
 from kvmanager.core.events import CopyOutcome, Opened
 from kvmanager.core.leaseevents import AcquirePrefix, EndLease, ReserveSpans
 from kvmanager.core.spec import GroupSpec
@@ -54,7 +54,7 @@ trust = "{name}"
 
 
 def groups(ranks: int = 2) -> list[GroupSpec]:
-    return list(plan_memory(NodeConfig.from_text(toml(ranks))).groups)
+    return list(plan_memory(parse_config(toml(ranks))).groups)
 
 
 class Kept(BytesDriver):
@@ -216,7 +216,7 @@ def test_histories() -> None:
 
 def test_who_maps_what() -> None:
     """The pool's region is in nobody's attach; each domain's bounce region in its own engines' alone."""
-    memory = plan_memory(NodeConfig.from_text(toml()))
+    memory = plan_memory(parse_config(toml()))
     named = {}
     for spec in memory.groups:
         layouts = [layout for rank in range(2) for layout in _layouts(spec, rank)]
@@ -241,4 +241,4 @@ def test_who_maps_what() -> None:
 )
 def test_what_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        NodeConfig.from_text(text)
+        parse_config(text)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.reading import parse_config
 from kvmanager.configuration.securityconfig import AccessSection
 from kvmanager.daemon.attach import ROLES, ClientIdentity
 from kvmanager.errors import ConfigError, Unauthorized
@@ -119,12 +119,12 @@ def test_which_user_may_attach_as_what() -> None:
 
 def test_access_in_the_configuration() -> None:
     mine = (os.getuid(),)
-    assert NodeConfig.from_text(minimal_toml()).access == AccessSection(operators=mine, readers=(), peers=mine)
-    config = NodeConfig.from_text(f"{minimal_toml()}\n[access]\noperators = [7]\nreaders = [8, 9]\npeers = []\n")
+    assert parse_config(minimal_toml()).access == AccessSection(operators=mine, readers=(), peers=mine)
+    config = parse_config(f"{minimal_toml()}\n[access]\noperators = [7]\nreaders = [8, 9]\npeers = []\n")
     assert config.access == AccessSection(operators=(7,), readers=(8, 9), peers=())
     for line in ("operators = []", "readers = 8", 'peers = ["root"]', "operators = [-1]"):
         with pytest.raises(ConfigError, match=r"\[access\] "):
-            NodeConfig.from_text(f"{minimal_toml()}\n[access]\n{line}\n")
+            parse_config(f"{minimal_toml()}\n[access]\n{line}\n")
 
 
 def test_a_reader_sees_its_tenant_or_everything() -> None:

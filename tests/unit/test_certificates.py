@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from kvmanager.command.cli import app
-from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.reading import parse_config
 from kvmanager.configuration.securityconfig import PeerSection, TlsSection
 from kvmanager.daemon.peers import Peers
 from kvmanager.errors import ConfigError, KVError, PeerUnreachable, Unauthorized
@@ -63,7 +63,7 @@ EVENTS = '[[events]]\ngroup = "g"\nmodel = "m"\nweights_revision = "r"\nendpoint
 )
 def test_tcp_without_certificates_is_refused(toml: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        NodeConfig.from_text(f"{minimal_toml()}\n{toml}")
+        parse_config(f"{minimal_toml()}\n{toml}")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_tcp_without_certificates_is_refused(toml: str, words: str) -> None:
     ],
 )
 def test_what_is_safe_is_taken(toml: str) -> None:
-    NodeConfig.from_text(f"{minimal_toml()}\n{toml}")
+    parse_config(f"{minimal_toml()}\n{toml}")
 
 
 @pytest.fixture(scope="module")

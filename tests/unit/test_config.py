@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.groups import core_limits, plan_memory
+from kvmanager.configuration.reading import parse_config, read_config
 from kvmanager.configuration.sizing import size_of
 from kvmanager.errors import ConfigError
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
@@ -22,7 +22,7 @@ MINIMAL = minimal_toml()
 
 
 def test_example_loads() -> None:
-    config = NodeConfig.from_text(EXAMPLE)
+    config = parse_config(EXAMPLE)
     prefill, decode = config.groups
     assert config.node.trust_uids == (os.getuid(),)
     assert config.mover.pull_deadline_ns == 20_000_000_000
@@ -37,16 +37,16 @@ def test_example_loads() -> None:
 
 def test_minimal_takes_documented_defaults() -> None:
     """The defaults that the example's comments state are the ones in force."""
-    commented = NodeConfig.from_text(EXAMPLE)
+    commented = parse_config(EXAMPLE)
     written = "\n".join(
         line.removeprefix("# ") if line.startswith("# ") and " = " in line else line for line in EXAMPLE.splitlines()
     ).replace("[1000]", f"[{os.getuid()}]")
-    assert NodeConfig.from_text(written) == commented
-    assert NodeConfig.from_text(MINIMAL).groups[0].host_units == 0
+    assert parse_config(written) == commented
+    assert parse_config(MINIMAL).groups[0].host_units == 0
 
 
 def test_sequential_order() -> None:
-    config = NodeConfig.from_text(EXAMPLE.replace('token_order = "keep"', 'token_order = "sequential"'))
+    config = parse_config(EXAMPLE.replace('token_order = "keep"', 'token_order = "sequential"'))
     assert config.group("decode").arrival_order == SEQUENTIAL
 
 
@@ -69,7 +69,7 @@ WITH_ENGINE = EXAMPLE + ENGINE
 
 def test_device_memory_for_an_engines_own_blocks() -> None:
     """Whole blocks of it; no host memory, nothing that a mover copies."""
-    config = NodeConfig.from_text(WITH_ENGINE.replace('# chunk_bytes = "8 MiB"', "chunk_bytes = 90000"))
+    config = parse_config(WITH_ENGINE.replace('# chunk_bytes = "8 MiB"', "chunk_bytes = 90000"))
     group = config.group("hbm")
     assert (group.unit_bytes, group.hbm_units, group.host_units) == (65536, 16, 0)
     (spec,) = [spec for spec in plan_memory(config).groups if spec.name == "hbm"]
@@ -145,13 +145,13 @@ REPLICATED = _swap('kind = "sharded"', 'kind = "replicated"')
 )
 def test_bad_input_names_key_value_and_remedy(text: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        NodeConfig.from_text(text)
+        parse_config(text)
     for part in parts:
         assert part in str(caught.value)
 
 
 def test_hbm_on_a_gpu_is_no_host_memory() -> None:
-    config = NodeConfig.from_text(_swap('# device = "cpu"', 'device = "cuda:3" #'))
+    config = parse_config(_swap('# device = "cpu"', 'device = "cuda:3" #'))
     host = config.mover.staging_bytes + sum(g.ranks * g.host_bytes_per_rank for g in config.groups)
     assert host < config.planned_bytes()
     config.check_memory(host)
@@ -160,7 +160,7 @@ def test_hbm_on_a_gpu_is_no_host_memory() -> None:
 
 
 def test_pool_larger_than_memory() -> None:
-    config = NodeConfig.from_text(EXAMPLE)
+    config = parse_config(EXAMPLE)
     config.check_memory(config.planned_bytes())
     with pytest.raises(ConfigError, match="pool larger than memory") as caught:
         config.check_memory(config.planned_bytes() - 1)
@@ -172,29 +172,29 @@ def test_pool_larger_than_memory() -> None:
 
 def test_unknown_group() -> None:
     with pytest.raises(ConfigError, match=r"no group 'decod'.*did you mean 'decode'"):
-        NodeConfig.from_text(EXAMPLE).group("decod")
+        parse_config(EXAMPLE).group("decod")
 
 
 def test_file_errors_name_the_path(tmp_path: Path) -> None:
     missing = tmp_path / "none.toml"
     with pytest.raises(ConfigError, match=r"none\.toml"):
-        NodeConfig.from_file(missing)
+        read_config(missing)
     broken = tmp_path / "broken.toml"
     broken.write_text("[[group]]\nnam = 1\n")
     with pytest.raises(ConfigError, match=r"broken\.toml"):
-        NodeConfig.from_file(broken)
+        read_config(broken)
     broken.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="can't read"):
-        NodeConfig.from_file(broken)
+        read_config(broken)
 
 
 @pytest.mark.parametrize(("cover", "one_in"), [("auto", 1), ("all", 1), ("off", 0), ("1/16", 16)])
 @pytest.mark.parametrize("device", ["cpu", "cuda:3"])
 def test_host_copies_have_checksums_as_configured_on_every_device(device: str, cover: str, one_in: int) -> None:
     text = _swap('# device = "cpu"', f'device = "{device}" #').replace('# cover = "auto"', f'cover = "{cover}" #')
-    assert core_limits(NodeConfig.from_text(text)).checksums == one_in
+    assert core_limits(parse_config(text)).checksums == one_in
 
 
 def test_the_account_of_an_engines_own_blocks_is_all_of_them() -> None:
-    (held,) = [fit for fit in size_of(NodeConfig.from_text(WITH_ENGINE), 1000).fits if fit.group == "hbm"]
+    (held,) = [fit for fit in size_of(parse_config(WITH_ENGINE), 1000).fits if fit.group == "hbm"]
     assert (held.refusal, held.tokens, held.held) == (None, 16 * 16, {"hbm/hbm": (16, 1 << 20)})

@@ -12,8 +12,8 @@ import pytest
 from kvmanager.allocators.backing import open_memfd
 from kvmanager.allocators.cuda_driver import EXIT_FORKED, device_ordinal
 from kvmanager.allocators.device_memory import same_memory
-from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.groups import plan_memory
+from kvmanager.configuration.reading import parse_config
 from kvmanager.daemon.memory import NodeRegions
 from kvmanager.errors import InvalidArgument
 
@@ -49,7 +49,7 @@ def test_same_memory_is_about_descriptions_not_inodes() -> None:
 
 def test_regions_found_again_must_be_of_their_kind() -> None:
     """As when the device in the configuration changed while the daemon was down."""
-    config = NodeConfig.from_text(
+    config = parse_config(
         '[node]\nname = "n"\nruntime_dir = "/tmp/n"\ndevice = "cuda:0"\n'
         '[[group]]\nname = "g"\nkind = "sharded"\nformat = "glm-5.3-tiny-fp8_ds_mla"\nranks = 1\npage_rows = 16\n'
         'hbm_bytes_per_rank = "1 MiB"\nhost_bytes_per_rank = "1 MiB"\n'

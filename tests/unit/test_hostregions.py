@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from kvmanager.command.screens import pools_screen
-from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.groups import plan_memory
+from kvmanager.configuration.reading import parse_config
 from kvmanager.configuration.sizing import size_of
 from kvmanager.errors import ConfigError
 from kvmanager.layout import GLM53, GLM53_TINY
@@ -41,7 +41,7 @@ def two(more: str = 'host_region = "ram"', other: str = 'host_region = "ram"', h
 
 
 def test_an_extent_is_of_32_mib_or_8_pages_in_whole_pages_of_the_largest_kind() -> None:
-    plan = plan_memory(NodeConfig.from_text(two()))
+    plan = plan_memory(parse_config(two()))
     shared = [region for region in plan.regions if region.kind is RegionKind.HOST]
     extent = -(-32 * MIB // LARGE) * LARGE
     assert [(r.rank, r.pool, r.page_bytes) for r in shared] == [(rank, "ram", extent) for rank in range(8)]
@@ -58,14 +58,14 @@ def test_an_extent_is_of_32_mib_or_8_pages_in_whole_pages_of_the_largest_kind() 
 def test_eight_large_pages_are_more_than_32_mib() -> None:
     rows = 128
     text = HEAD + group("a", GLM53.name, rows, "1 GiB", 'host_region = "ram"')
-    (spec,) = plan_memory(NodeConfig.from_text(text)).groups
+    (spec,) = plan_memory(parse_config(text)).groups
     part = spec.pools[1].extents
     assert part is not None
     assert part.extent_bytes == 8 * GLM53.page_bytes(rows) > 32 * MIB
 
 
 def test_floors_and_ceilings_are_shares_of_the_region() -> None:
-    config = NodeConfig.from_text(two('host_region = "ram"\nhost_floor = 0.25\nhost_ceiling = 0.5'))
+    config = parse_config(two('host_region = "ram"\nhost_floor = 0.25\nhost_ceiling = 0.5'))
     part = plan_memory(config).groups[0].pools[1].extents
     assert part is not None
     assert (part.floor, part.ceiling) == (part.extents // 4, part.extents // 2)
@@ -81,7 +81,7 @@ def test_a_decode_rank_has_two_pools_there_within_its_floor_and_ceiling() -> Non
     text = HEAD + group("d", GLM53.name, 64, "48 GiB", sparse + "host_floor = 0.5\nhost_ceiling = 0.75", "hisparse")
     text += group("e", GLM53.name, 64, "16 GiB", sparse, "hisparse")
     text = text.replace("ranks = 8", "ranks = 1").replace('"64 MiB"', '"15 GiB"')
-    left, right = plan_memory(NodeConfig.from_text(text)).groups
+    left, right = plan_memory(parse_config(text)).groups
     shares = {}
     for pool in (*left.pools[1:], *right.pools[1:]):
         assert pool.extents is not None
@@ -113,13 +113,13 @@ SHARES = 'host_region = "ram"'
 )
 def test_what_contradicts_itself_is_refused(text: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        NodeConfig.from_text(text)
+        parse_config(text)
     assert says in str(caught.value)
 
 
 def test_chunks_end_where_extents_do() -> None:
     text = two(host="120 GiB").replace(HEAD, HEAD + 'device = "cuda:0"\n')
-    shared = [r for r in plan_memory(NodeConfig.from_text(text)).regions if r.kind is RegionKind.HOST]
+    shared = [r for r in plan_memory(parse_config(text)).regions if r.kind is RegionKind.HOST]
     for region in shared:
         assert len(region.chunk_bounds) == 1
         assert all(bound % region.page_bytes == 0 and bound % 4096 == 0 for bound in region.chunk_bounds)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.reading import parse_config
 from kvmanager.errors import ConfigError
 from kvmanager.transport.listeners import check_listeners, interface_addresses, listening
 from tests.minimal_config import minimal_toml
@@ -100,7 +100,7 @@ def test_what_a_process_listens_on_is_found() -> None:
 def test_data_interface_in_the_configuration() -> None:
     def read(value: str) -> str:
         text = minimal_toml().replace("[[group]]", f'[mover]\ndata_interface = {value}\n[[group]]', 1)
-        return NodeConfig.from_text(text).mover.data_interface
+        return parse_config(text).mover.data_interface
 
     assert read('"mlx5_0:1,eth1"') == "mlx5_0:1,eth1"
     for wrong in ('"all"', '"lo,any"', '""', '"lo,"', '"a b"', "3", '"a;b"'):

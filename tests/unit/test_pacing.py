@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.reading import parse_config
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.errors import ConfigError, InvalidArgument
 from kvmanager.transport.cpu import SLICE_BYTES, CpuExecutor
@@ -181,9 +181,9 @@ def test_bad_rates_are_refused():
         LinkRates(to_host=-1)
     for value in ("-1", "0.0001", "nan", "inf", "true", '"5"'):
         with pytest.raises(ConfigError, match="to_host_gb_per_s"):
-            NodeConfig.from_text(NODE + f"to_host_gb_per_s = {value}\n")
+            parse_config(NODE + f"to_host_gb_per_s = {value}\n")
 
 
 def test_rates_are_configured_in_gigabytes_a_second():
-    config = NodeConfig.from_text(NODE + "to_host_gb_per_s = 20.5\nboth_ways_gb_per_s = 60\n")
+    config = parse_config(NODE + "to_host_gb_per_s = 20.5\nboth_ways_gb_per_s = 60\n")
     assert config.mover.rates == LinkRates(to_host=20_500_000_000, to_device=0, both_ways=60_000_000_000)

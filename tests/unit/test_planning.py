@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvmanager.command.cli import app
-from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.groups import core_limits, plan_memory
+from kvmanager.configuration.reading import read_config
 from kvmanager.configuration.sizing import size_of
 from kvmanager.core.events import Attached, AttachRank, Opened, Registered, RegisterEngine
 from kvmanager.core.leaseevents import ReserveSpans
@@ -132,7 +132,7 @@ def test_the_written_file_is_a_node_s_configuration(mode: Mode, tmp_path: Path) 
     assert told["written"] == str(file)
     assert told["recommended"] == "pcp-dcp", "613 // 40 requests against 8 * (613 // 313)"
     line = next(entry for entry in told["modes"] if entry["mode"] == mode.value)
-    config = NodeConfig.from_file(file)
+    config = read_config(file)
     assert len(config.groups) == line["groups"]
     sizing = size_of(config, line["longest_tokens"])
     assert all(fit.refusal is None for fit in sizing.fits)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.reading import parse_config, read_config
 from kvmanager.configuration.reload import RELOADABLE, Reloader, changes, reread
 from kvmanager.errors import ConfigError
 from tests.minimal_config import minimal_toml
@@ -36,14 +37,14 @@ UNSAFE = [
 
 def test_the_table_names_keys_that_there_are() -> None:
     tables = {field.name: field.type for field in dataclasses.fields(NodeConfig)}
-    config = NodeConfig.from_text(minimal_toml())
+    config = parse_config(minimal_toml())
     for table, keys in RELOADABLE.items():
         assert table in tables
         assert keys <= {field.name for field in dataclasses.fields(getattr(config, table))}, table
 
 
 def test_what_is_safe_takes_effect_and_each_difference_is_named(tmp_path: Path) -> None:
-    before = NodeConfig.from_text(minimal_toml())
+    before = parse_config(minimal_toml())
     file = tmp_path / "node.toml"
     file.write_text(minimal_toml() + SAFE)
     after, found = reread(file, before)
@@ -61,7 +62,7 @@ def test_what_is_safe_takes_effect_and_each_difference_is_named(tmp_path: Path) 
 
 @pytest.mark.parametrize(("text", "said"), UNSAFE)
 def test_what_takes_a_restart_is_refused_by_name_with_all_else(tmp_path: Path, text: str, said: str) -> None:
-    before = NodeConfig.from_text(minimal_toml())
+    before = parse_config(minimal_toml())
     file = tmp_path / "node.toml"
     file.write_text(minimal_toml() + "[health]\ncore_ms = 8000\n" + text)
     with pytest.raises(ConfigError) as caught:
@@ -71,11 +72,11 @@ def test_what_takes_a_restart_is_refused_by_name_with_all_else(tmp_path: Path, t
 
 
 def test_groups_that_change_come_or_go_are_refused() -> None:
-    one = NodeConfig.from_text(minimal_toml())
+    one = parse_config(minimal_toml())
     other = minimal_toml()[minimal_toml().index("[[group]]") :].replace('"g"', '"h"')
-    two = NodeConfig.from_text(minimal_toml() + other)
+    two = parse_config(minimal_toml() + other)
     turned = dataclasses.replace(two, groups=two.groups[::-1])
-    larger = NodeConfig.from_text(minimal_toml().replace("1MiB", "2MiB"))
+    larger = parse_config(minimal_toml().replace("1MiB", "2MiB"))
     assert [str(c) for c in changes(one, two)] == ["[[group]] 'h': \"not there\" -> \"new\""]
     assert [str(c) for c in changes(two, one)] == ["[[group]] 'h': \"there\" -> \"gone\""]
     assert [c.where for c in changes(two, turned)] == ["[[group]] order"]
@@ -91,7 +92,7 @@ def test_a_reloader_keeps_what_it_had_until_a_file_can_be_used(
     file.write_text(minimal_toml())
     used: list[NodeConfig] = []
     failures: list[BaseException] = []
-    reloader = Reloader(file, NodeConfig.from_file(file), used.append, failures.append)
+    reloader = Reloader(file, read_config(file), used.append, failures.append)
     reloader.start()
     for text in ("[node", minimal_toml() + "[fence]\nafter_ms = 1\n", minimal_toml() + SAFE, minimal_toml() + SAFE):
         file.write_text(text)

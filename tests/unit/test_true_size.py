@@ -9,6 +9,7 @@ import pytest
 
 from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.groups import core_limits, plan_memory
+from kvmanager.configuration.reading import parse_config
 from kvmanager.configuration.sizing import Sizing, size_of
 from kvmanager.core.audit import audit
 from kvmanager.core.events import TicketInfo
@@ -33,7 +34,7 @@ def up(a: int, b: int) -> int:
 
 def config_of(mode: str) -> NodeConfig:
     text = files("kvmanager").joinpath(f"deployments/{mode}.toml").read_text(encoding="utf-8")
-    return NodeConfig.from_text(text)
+    return parse_config(text)
 
 
 def sizing(mode: str, tokens: int) -> Sizing:

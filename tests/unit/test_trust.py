@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.groups import TIMELINE_REGION, plan_memory
-from kvmanager.configuration.securityconfig import trust_of
+from kvmanager.configuration.reading import parse_config
 from kvmanager.daemon.memory import NodeRegions
 from kvmanager.errors import ConfigError
 from kvmanager.services.worker_service import WorkerService, _layouts
@@ -23,8 +22,8 @@ TWO = minimal_toml() + GROUP.format(name="v", trust="vault") + GROUP.format(name
 
 
 def test_tenants_have_their_domain() -> None:
-    config = NodeConfig.from_text(TWO)
-    assert [trust_of(config, uid) for uid in (7, 8, 9)] == ["vault", "attic", ""]
+    config = parse_config(TWO)
+    assert [config.trust_of(uid) for uid in (7, 8, 9)] == ["vault", "attic", ""]
     assert [group.trust for group in config.groups] == ["", "vault", "attic"]
 
 
@@ -38,7 +37,7 @@ def test_tenants_have_their_domain() -> None:
 )
 def test_domains_that_nobody_could_use(toml: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        NodeConfig.from_text(minimal_toml() + toml)
+        parse_config(minimal_toml() + toml)
 
 
 def test_a_region_that_engines_map_is_of_one_domain() -> None:
@@ -49,18 +48,18 @@ def test_a_region_that_engines_map_is_of_one_domain() -> None:
     )
     shared = [hisparse.format(name="d", trust=""), hisparse.format(name="e", trust='trust = "vault"\n')]
     with pytest.raises(ConfigError, match=r"'d' trust: its host_region 'ram' is shared with e of another"):
-        NodeConfig.from_text(minimal_toml() + "".join(shared) + VAULT)
+        parse_config(minimal_toml() + "".join(shared) + VAULT)
     # Host memory of sharded groups is mapped by movers alone.
     region = 'host_region = "ram"\nhost_extent_bytes = "512KiB"\n'
     sharded = [GROUP.format(name=name, trust="vault") + region for name in ("x", "y")]
     sharded[1] = sharded[1].replace('"vault"', '"attic"')
     text = minimal_toml() + "".join(sharded) + VAULT + ATTIC
-    assert len(NodeConfig.from_text(text).groups) == 3
+    assert len(parse_config(text).groups) == 3
 
 
 def test_engines_of_two_domains_share_no_region() -> None:
     """Not even the timelines: who raises another's word has pages published, or freed, while they are written."""
-    plan = plan_memory(NodeConfig.from_text(TWO))
+    plan = plan_memory(parse_config(TWO))
     assert plan.timelines[""] == TIMELINE_REGION
     service = object.__new__(WorkerService)
     service._regions = NodeRegions(plan, None)
@@ -72,14 +71,14 @@ def test_engines_of_two_domains_share_no_region() -> None:
         for mine, regions in zip(domains, granted, strict=True):
             for other, theirs in zip(domains, granted, strict=True):
                 assert mine == other or not regions & theirs
-        assert plan_memory(NodeConfig.from_text(minimal_toml())).timelines == {"": TIMELINE_REGION}
+        assert plan_memory(parse_config(minimal_toml())).timelines == {"": TIMELINE_REGION}
         assert {plan.region(region).kind.name for region in plan.timelines.values()} == {"TIMELINE"}
     finally:
         service._regions.close()
 
 
 def test_words_lie_in_their_domains_region() -> None:
-    plan = plan_memory(NodeConfig.from_text(TWO))
+    plan = plan_memory(parse_config(TWO))
     regions = NodeRegions(plan, None)
     try:
         words = {trust: [regions.new_word(trust) for _ in range(3)] for trust in plan.timelines}

@@ -9,7 +9,7 @@ import torch
 from kvmanager.clients.vllm.blocks import EngineBlocks
 from kvmanager.clients.vllm.packing import places_of
 from kvmanager.clients.vllm.settings import Settings, group_table, namespace_of, revision_of
-from kvmanager.configuration.config import NodeConfig
+from kvmanager.configuration.reading import parse_config
 from kvmanager.errors import ConfigError, InvalidArgument, LayoutMismatch
 from kvmanager.layout import format_named, plain_format
 
@@ -102,7 +102,7 @@ def test_settings_name_what_is_wrong() -> None:
 def test_the_table_that_the_connector_prints_is_one_that_a_node_reads(tmp_path) -> None:
     settings = Settings.of({"runtime_dir": "/run/kv", "group": "g"}, "id")
     table = group_table(settings, plain_format("bfloat16", 32, 8, 512), 16, 2)
-    config = NodeConfig.from_text(f'[node]\nname = "n"\nruntime_dir = "{tmp_path}"\n{table}')
+    config = parse_config(f'[node]\nname = "n"\nruntime_dir = "{tmp_path}"\n{table}')
     assert config.groups[0].kv_format == plain_format("bfloat16", 32, 8, 512)
     assert config.groups[0].unit_bytes == 32 * 8 * 512 * 16
 
