@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -13,7 +13,7 @@ from kvmanager.clients.leases import CALL_TIMEOUT_S, Lease, LeaseCalls, lease_pa
 from kvmanager.errors import KVError, UnknownRequest
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
-from kvmanager.wire import error_from_proto
+from kvmanager.wire import error_from_proto, pack_u64
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,7 @@ class Exported:
     ticket: pb.Ticket
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The first segments of a request: their keys, and how to get their token ids, when the call is made."""
-
-    name: str
-    session_id: str
-    keys: bytes
-    token_ids: Callable[[], bytes]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class About:
     """What a request's calls say of it. name: the engine's own. keys, token_ids: growing; no token ids: not told."""
 
@@ -43,13 +33,39 @@ class About:
     keys: Sequence[bytes]
     token_ids: Sequence[int] = ()
 
-    def first(self, segments: int, segment_tokens: int) -> Wanted:
-        """Its first segments; what costs time is left to the thread that makes the call."""
-        ids, count = self.token_ids, segments * segment_tokens
-        return Wanted(
-            self.name, self.session_id, b"".join(self.keys[:segments]),
-            lambda: np.asarray(ids[:count], "<u4").tobytes() if len(ids) else b"",
-        )  # fmt: skip
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The first segments of a request. What costs time is left to the thread that makes the call."""
+
+    about: About
+    segments: int
+    segment_tokens: int
+
+    @property
+    def keys(self) -> bytes:
+        """Of the segments, one after the other."""
+        return b"".join(self.about.keys[: self.segments])
+
+    @property
+    def token_ids(self) -> bytes:
+        """Of the segments, u32; empty where they are not told."""
+        ids = self.about.token_ids
+        return np.asarray(ids[: self.segments * self.segment_tokens], "<u4").tobytes() if len(ids) else b""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A fence to be: (attach id, timeline value) of each rank."""
+
+    ranks: tuple[tuple[int, int], ...]
+
+    def fence(self) -> pb.Fence:
+        """As the daemon takes it."""
+        return pb.Fence(
+            attach_ids=pack_u64([attach_id for attach_id, _ in self.ranks]),
+            values=pack_u64([value for _, value in self.ranks]),
+        )
 
 
 class EngineCalls(LeaseCalls):
@@ -61,7 +77,8 @@ class EngineCalls(LeaseCalls):
 
     def reserve_of(self, lease_id: int, wanted: Wanted) -> Lease:
         """See `reserve`."""
-        return self.reserve(lease_id, wanted.keys, wanted.session_id, token_ids=wanted.token_ids(), name=wanted.name)
+        about = wanted.about
+        return self.reserve(lease_id, wanted.keys, about.session_id, token_ids=wanted.token_ids, name=about.name)
 
     def pull(
         self, request_id: int, wanted: Wanted, tokens: int, fence: pb.Fence, ticket: pb.Ticket
@@ -105,7 +122,8 @@ class EngineCalls(LeaseCalls):
     ) -> Lease | None:
         request = pb.OpenRequest(
             request_id=request_id, prompt_tokens=tokens, prompt_keys=wanted.keys, ticket=ticket,
-            session=pb.SessionHint(session_id=wanted.session_id), prompt_token_ids=wanted.token_ids(), name=wanted.name,
+            session=pb.SessionHint(session_id=wanted.about.session_id), prompt_token_ids=wanted.token_ids,
+            name=wanted.about.name,
         )  # fmt: skip
         opened = self._client.step(fence=fence, opens=[request], timeout_s=self._timeout_s).opened[request_id]
         if opened.state == pb.OpenReply.REFUSED:

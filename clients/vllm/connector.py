@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvmanager.clients.engine_memory import EngineMemory
+from kvmanager.clients.vllm.answers import Bell
 from kvmanager.clients.vllm.blocks import EngineBlocks
 from kvmanager.clients.vllm.copying import Copying
 from kvmanager.clients.vllm.engine_pool import Pool, engine_pool
@@ -36,15 +37,22 @@ from kvmanager.protos import kvmanager_pb2 as pb
 
 F = TypeVar("F", bound=Callable[..., Any])
 IDLE_S: Final = 50e-6
+"""What a step without tokens leaves to other threads, where nobody rings the bell."""
+IDLE_MOST_S: Final = 1e-3
+"""The same where it is rung: whoever comes meanwhile waits no longer."""
 _log = logging.getLogger("vllm.kvmanager")
 
 
 @dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's orders, on their way to the workers. idle: it computes nothing, and answers are waited for."""
+    """One step's orders, on their way to the workers. idle: it computes nothing, and answers are waited for.
+
+    bell: rung when one is there; None in another process than the scheduler's.
+    """
 
     orders: Orders = field(default_factory=Orders)
     idle: bool = False
+    bell: Bell | None = None
 
 
 @dataclass
@@ -163,9 +171,14 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Orders for this step."""
         if self._scheduling is None:
             return StepOrders()
-        orders = self._scheduling.build(_progress(scheduler_output), _preempted(scheduler_output))
+        state = scheduler_output.kv_connector_block_state
+        orders = self._scheduling.build(
+            _progress(scheduler_output), lambda request_id: state.get_block_ids(request_id)[0],
+            scheduler_output.preempted_req_ids or (),
+        )  # fmt: skip
+        assert self._link is not None
         nothing = scheduler_output.total_num_scheduled_tokens == 0
-        return StepOrders(orders, nothing and self._scheduling.waiting)
+        return StepOrders(orders, nothing and self._scheduling.waiting, self._link.bell)
 
     @_harmless(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -233,7 +246,8 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Begins this step's loads."""
         if self._copying is not None:
-            self._copying.follow(self._get_connector_metadata().orders)
+            step = self._get_connector_metadata()
+            self._copying.follow(step.orders, step.bell)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before a request is scheduled."""
@@ -252,9 +266,13 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Requests whose blocks may go, and those that were loaded."""
         if self._copying is None:
             return self._without_copies()
-        if self._get_connector_metadata().idle:
+        step = self._get_connector_metadata()
+        if step.idle:
             # Such steps follow each other without end: the threads that bring the answers need the interpreter.
-            time.sleep(IDLE_S)
+            if step.bell is None:
+                time.sleep(IDLE_S)
+            elif step.bell.wait(IDLE_MOST_S):
+                step.bell.quiet()
         return self._copying.released() or None, self._copying.received() or None
 
     def _without_copies(self) -> tuple[set[str] | None, set[str] | None]:
@@ -314,19 +332,13 @@ def _described(kv_cache_config: Any) -> tuple[KVFormat, int]:
     return plain_format(dtype, len(groups[0].layer_names), spec.num_heads, row), spec.block_size
 
 
-def _progress(scheduler_output: Any) -> dict[str, tuple[int, list[int]]]:
-    """Request -> (tokens that are computed when this step is done, its block ids)."""
-    state = scheduler_output.kv_connector_block_state
-    computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
-    cached = scheduler_output.scheduled_cached_reqs
-    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    progress = {}
-    for request_id, count in scheduler_output.num_scheduled_tokens.items():
-        block_ids = state.get_block_ids(request_id) if state is not None else None
-        if block_ids is not None and request_id in computed:
-            progress[request_id] = (computed[request_id] + count, list(block_ids[0]))
-    return progress
-
-
-def _preempted(scheduler_output: Any) -> list[str]:
-    return list(scheduler_output.preempted_req_ids or ())
+def _progress(scheduler_output: Any) -> dict[str, int]:
+    """Request -> tokens that are computed when this step is done."""
+    counts, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
+    ends = {
+        request_id: computed + counts[request_id]
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    }
+    for new in scheduler_output.scheduled_new_reqs:
+        ends[new.req_id] = new.num_computed_tokens + counts[new.req_id]
+    return ends

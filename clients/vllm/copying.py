@@ -16,6 +16,7 @@ from typing import Final
 
 from kvmanager.clients.leases import page_rows
 from kvmanager.clients.rankmemory import Memory
+from kvmanager.clients.vllm.answers import Bell
 from kvmanager.clients.vllm.blocks import EngineBlocks
 from kvmanager.clients.vllm.orders import Ended, LoadOrder, Orders, Report, SaveOrder
 from kvmanager.clients.worker import WorkerRank
@@ -47,6 +48,7 @@ class Copying:
         self._released: set[str] = set()
         self._lost: set[int] = set()
         self._said = 0
+        self._bell: Bell | None = None
         self._loads: queue.SimpleQueue[tuple[int, LoadOrder] | None] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvmanager-copies", daemon=True)
@@ -54,8 +56,9 @@ class Copying:
 
     # -------------------------------------------------------------------- the engine's thread
 
-    def follow(self, orders: Orders) -> None:
-        """Takes a step's loads and news."""
+    def follow(self, orders: Orders, bell: Bell | None = None) -> None:
+        """Takes a step's loads and news. `bell`: to be rung when a load has ended."""
+        self._bell = bell
         if orders.epoch != self._wanted_epoch:
             self._wanted_epoch = orders.epoch
         for load in orders.loads:
@@ -159,6 +162,8 @@ class Copying:
         with self._lock:
             self._lost.update(lost)
             self._received.add(order.request_id)
+        if self._bell is not None:
+            self._bell.ring()
 
     def _differing(self, rows: Memory, sums: Mapping[int, bytes]) -> list[int]:
         """Pages whose bytes are not those that were written."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from kvmanager.clients.leases import Lease
-from kvmanager.clients.vllm.calls import About, EngineCalls
+from kvmanager.clients.vllm.answers import Answer, Bell
+from kvmanager.clients.vllm.calls import About, EngineCalls, Passed
+from kvmanager.clients.vllm.orders import Ended
 from kvmanager.protos import kvmanager_pb2 as pb
 
 T = TypeVar("T")
@@ -21,20 +22,21 @@ class Line(Protocol):
     epoch: int
     up: bool
     checksum_one_in: int
+    bell: Bell
 
-    def read(self, call: Callable[[EngineCalls], object]) -> Future[object]:
+    def read(self, call: Callable[[EngineCalls], object]) -> Answer[object]:
         """At once, beside everything else, or fails."""
         ...
 
-    def ask(self, call: Callable[[EngineCalls], object]) -> Future[object]:
+    def ask(self, call: Callable[[EngineCalls], object]) -> Answer[object]:
         """Soon, behind what was asked and told before, or fails."""
         ...
 
-    def tell(self, call: Callable[[EngineCalls], object]) -> Future[object]:
+    def tell(self, call: Callable[[EngineCalls], object]) -> Answer[object]:
         """Until it is heard."""
         ...
 
-    def landed(self, request_id: int) -> Future[Lease | None]:
+    def landed(self, request_id: int) -> Answer[Lease | None]:
         """What a pull brings, once it is there; to be cancelled when nobody asks any more."""
         ...
 
@@ -50,7 +52,7 @@ class Load:
     lease_id: int
     first: int
     block_ids: list[int]
-    asked: Future[object]
+    asked: Answer[object]
     epoch: int
 
 
@@ -58,11 +60,11 @@ class Load:
 class Store:
     """A reservation. first: block of the first page. ordered, copied: leading pages that were, and are, filled.
 
-    uids: of the pages' content. sums: of pages that were filled, of all ranks.
+    uids: of the pages' content. said: of copies that made checksums, what each rank said.
     """
 
     lease_id: int
-    asked: Future[object]
+    asked: Answer[object]
     epoch: int
     first: int = 0
     pages: list[int] = field(default_factory=list)
@@ -70,30 +72,33 @@ class Store:
     ordered: int = 0
     copied: int = 0
     failed: bool = False
-    uids: dict[int, int] = field(default_factory=dict)
-    sums: dict[int, bytes] = field(default_factory=dict)
+    uids: list[int] = field(default_factory=list)
+    said: list[dict[int, Ended]] = field(default_factory=list)
 
-    def to_be_summed(self, pages: Sequence[int], one_in: int) -> list[int]:
-        """Those of the pages that are to have checksums."""
+    def to_be_summed(self, start: int, end: int, one_in: int) -> list[int]:
+        """Those of pages [start, end) that are to have checksums."""
         if one_in == 0 or not self.uids:
             return []
-        return list(pages) if one_in == 1 else [page for page in pages if self.uids[page] % one_in == 0]
+        pages = self.pages[start:end]
+        if one_in == 1:
+            return pages
+        return [page for page, uid in zip(pages, self.uids[start:end], strict=True) if uid % one_in == 0]
 
     def complete(self, held: Held) -> int:
         """Leading pages whose blocks are complete."""
         return min(held.final - self.first, len(self.pages))
 
-    def written(self, line: Line, block_tokens: int, fence: Callable[[], pb.Fence]) -> None:
+    def written(self, line: Line, block_tokens: int, passed: Passed) -> None:
         """Some more pages are filled; a reservation tells of all at its end."""
 
-    def end(self, line: Line, block_tokens: int, fence: pb.Fence) -> None:
+    def end(self, line: Line, block_tokens: int, passed: Passed) -> None:
         """Publishes what was copied; nothing where a copy failed."""
-        lease_id, tokens, sums = self.lease_id, (self.first + self.copied) * block_tokens, self.sums
+        lease_id, tokens, said = self.lease_id, (self.first + self.copied) * block_tokens, self.said
         if self.copied and not self.failed:
-            line.tell(lambda calls: calls.commit(lease_id, fence, tokens, sums))
+            line.tell(lambda calls: calls.commit(lease_id, passed.fence(), tokens, sums_of(said)))
         else:
-            covering = fence if self.ordered else None
-            line.tell(lambda calls: calls.abort(lease_id, covering))
+            covering = passed if self.ordered else None
+            line.tell(lambda calls: calls.abort(lease_id, covering.fence() if covering else None))
 
 
 @dataclass
@@ -116,20 +121,19 @@ class Export(Store):
         """Whether all of it is filled."""
         return self.granted and not self.failed and self.copied == len(self.pages)
 
-    def written(self, line: Line, block_tokens: int, fence: Callable[[], pb.Fence]) -> None:
+    def written(self, line: Line, block_tokens: int, passed: Passed) -> None:
         """Some more pages are filled: who pulls goes on."""
         if self.failed:
             return
         request_id, capacity = self.lease_id, self.tokens
         tokens = min((self.first + self.copied) * block_tokens, self.tokens)
-        covering = fence()
-        line.tell(lambda calls: calls.write(request_id, tokens, capacity, covering))
+        line.tell(lambda calls: calls.write(request_id, tokens, capacity, passed.fence()))
 
-    def end(self, line: Line, block_tokens: int, fence: pb.Fence) -> None:
+    def end(self, line: Line, block_tokens: int, passed: Passed) -> None:
         """No more pages come; where some are missing, who pulls is told."""
         del block_tokens
         request_id, reason = self.lease_id, pb.FINISHED if self.done else pb.ABORTED
-        line.tell(lambda calls: calls.close(request_id, fence, reason))
+        line.tell(lambda calls: calls.close(request_id, passed.fence(), reason))
 
     def renew(self, line: Line) -> None:
         """Keeps the ticket alive while its prompt is computed, a few times a lease."""
@@ -151,8 +155,8 @@ class Pull:
     tokens: int
     begun_s: float
     request_id: int = 0
-    asked: Future[object] | None = None
-    landing: Future[Lease | None] | None = None
+    asked: Answer[object] | None = None
+    landing: Answer[Lease | None] | None = None
     lease: Lease | None = None
 
     def look(self, line: Line) -> bool:
@@ -172,6 +176,7 @@ class Pull:
 class Held:
     """A request. keys: one a full block of its tokens, growing.
 
+    full: blocks of which all tokens are computed after that step; with `keys_seen` keys it was looked at last.
     known: cached tokens as looked up. end: tokens that are computed after the step that is being built. final: leading
     blocks that are complete then, in `blocks`. saved: leading blocks that the cache has or had. finished_s: when it
     ended, 0 before. barred: a load of it failed. It still holds the blocks of that load, so it is computed and offered
@@ -180,7 +185,7 @@ class Held:
 
     keys: Sequence[bytes]
     about: About
-    lookup: Future[object] | None = None
+    lookup: Answer[object] | None = None
     asked_s: float = 0.0
     known: int | None = None
     local: int = 0
@@ -192,6 +197,8 @@ class Held:
     pause_until: float = 0.0
     blocks: list[int] = field(default_factory=list)
     end: int = 0
+    full: int = 0
+    keys_seen: int = 0
     final: int = 0
     saved: int = 0
     finished_s: float = 0.0
@@ -200,7 +207,20 @@ class Held:
     stop_reason: str = ""
 
 
-def result_or(future: Future[object], failed: T) -> T:
+    def settled(self) -> bool:
+        """Whether nothing is to be done for it until it comes further, or something else happens to it."""
+        under_way = self.lookup or self.load or self.store or self.export or self.export_tokens or self.pull
+        return not under_way and not self.finished_s and len(self.keys) <= self.saved
+
+
+def sums_of(said: Sequence[dict[int, Ended]]) -> dict[int, bytes]:
+    """Page -> its checksums of all ranks, from what each rank said of each copy."""
+    return {
+        page: b"".join(of[rank].sums[page] for rank in sorted(of)) for of in said if 0 in of for page in of[0].sums
+    }
+
+
+def result_or(future: Answer[object], failed: T) -> T:
     """What it gave; `failed` where it raised."""
     try:
         value = future.result()

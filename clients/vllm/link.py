@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -21,6 +20,7 @@ import grpc
 from kvmanager.clients.attach import Attachment, attach, grpc_channel
 from kvmanager.clients.engine import EngineClient
 from kvmanager.clients.leases import Lease
+from kvmanager.clients.vllm.answers import Answer, Bell
 from kvmanager.clients.vllm.calls import EngineCalls
 from kvmanager.clients.vllm.settings import Settings
 from kvmanager.errors import KVError, NotReady, StaleBoot, StaleEpoch, Suspect, UnknownLease, VersionMismatch
@@ -42,7 +42,7 @@ class _Wanted:
     """A call, for the epoch in which it means something; one with `kept` is said again after a break."""
 
     call: Call
-    answer: Future[Any]
+    answer: Answer[Any]
     epoch: int
     kept: bool
 
@@ -93,9 +93,9 @@ class Link:
         self._hint = config_hint
         self._wanted: queue.SimpleQueue[_Wanted | None] = queue.SimpleQueue()
         self._again: deque[_Wanted] = deque()
-        self._pulls: dict[int, Future[Lease | None]] = {}
+        self._pulls: dict[int, Answer[Lease | None]] = {}
         self._pulls_lock = threading.Lock()
-        self._reads: queue.SimpleQueue[tuple[Call, EngineCalls, Future[Any]] | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[tuple[Call, EngineCalls, Answer[Any]] | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._run_reads, name="kvmanager-reads", daemon=True)
         self._reader.start()
         self._in_doubt = False
@@ -104,15 +104,17 @@ class Link:
         """Of the registration; 0 before the first."""
         self.up = False
         """Whether the daemon answered last."""
+        self.bell = Bell()
+        """Rung with each answer."""
         self.checksum_one_in = 0
         """Of how many stored pages one is to have a checksum; 0: none."""
         self._refused = ""
         self._thread = threading.Thread(target=self._run, name="kvmanager-link", daemon=True)
         self._thread.start()
 
-    def read(self, call: Callable[[EngineCalls], T]) -> Future[T]:
+    def read(self, call: Callable[[EngineCalls], T]) -> Answer[T]:
         """Makes a call at once, beside the others, whose order does not matter to it; fails as `ask` does."""
-        answer: Future[T] = Future()
+        answer: Answer[T] = Answer()
         connection = self._connection
         if not self.up or connection is None:
             answer.set_exception(NotReady("the daemon is away"))
@@ -130,18 +132,19 @@ class Link:
                 answer.set_exception(error)
                 self._in_doubt = True
                 self._poke()
+            self.bell.ring()
 
-    def ask(self, call: Callable[[EngineCalls], T]) -> Future[T]:
+    def ask(self, call: Callable[[EngineCalls], T]) -> Answer[T]:
         """Makes a call soon; fails with NotReady while the daemon is away."""
         return self._put(call, kept=False)
 
-    def tell(self, call: Callable[[EngineCalls], T]) -> Future[T]:
+    def tell(self, call: Callable[[EngineCalls], T]) -> Answer[T]:
         """Makes a call that ends something, again and again until it is heard; fails when its epoch is over."""
         return self._put(call, kept=True)
 
-    def landed(self, request_id: int) -> Future[Lease | None]:
+    def landed(self, request_id: int) -> Answer[Lease | None]:
         """What a pull brings, once it is there; fails with why it does not come. Cancel it to ask no more."""
-        answer: Future[Lease | None] = Future()
+        answer: Answer[Lease | None] = Answer()
         with self._pulls_lock:
             self._pulls[request_id] = answer
         self._poke()
@@ -153,15 +156,15 @@ class Link:
 
     def turn_ended(self, session_id: str, stop_reason: str) -> None:
         """A session's turn is over."""
-        end = pb.TurnEnd(session_id=session_id, stop_reason=stop_reason)
-        self.ask(lambda _calls: self._client_step(end))
+        self.ask(lambda _calls: self._end_turn(session_id, stop_reason))
 
-    def _client_step(self, end: pb.TurnEnd) -> None:
+    def _end_turn(self, session_id: str, stop_reason: str) -> None:
         assert self._connection is not None
+        end = pb.TurnEnd(session_id=session_id, stop_reason=stop_reason)
         self._connection.client.step(turn_ends=[end], timeout_s=TURN_TIMEOUT_S)
 
-    def _put(self, call: Callable[[EngineCalls], T], *, kept: bool) -> Future[T]:
-        answer: Future[T] = Future()
+    def _put(self, call: Callable[[EngineCalls], T], *, kept: bool) -> Answer[T]:
+        answer: Answer[T] = Answer()
         if (not self.up and not kept) or self._wanted.qsize() > MOST_WAITING or not self.epoch:
             answer.set_exception(NotReady("the daemon is away"))
             return answer
@@ -213,6 +216,7 @@ class Link:
                 continue
             if wanted is not None:
                 self._make(wanted)
+                self.bell.ring()
             else:
                 self._check_session()
                 self._look_at_pulls()
@@ -228,7 +232,7 @@ class Link:
     def _look_at_pulls(self) -> None:
         assert self._connection is not None
         with self._pulls_lock:
-            self._pulls = {request: answer for request, answer in self._pulls.items() if not answer.cancelled()}
+            self._pulls = {request: answer for request, answer in self._pulls.items() if not answer.cancelled}
             waiting = list(self._pulls.items())
         for request_id, answer in waiting:
             lease, failure = None, None
@@ -240,11 +244,11 @@ class Link:
                 continue
             with self._pulls_lock:
                 del self._pulls[request_id]
-            if answer.set_running_or_notify_cancel():
-                if failure is not None:
-                    answer.set_exception(failure)
-                else:
-                    answer.set_result(lease)
+            if failure is not None:
+                answer.set_exception(failure)
+            else:
+                answer.set_result(lease)
+            self.bell.ring()
 
     def _make(self, wanted: _Wanted) -> None:
         """Makes one call. Raises when the daemon is away or does not know us; the call is then told, or kept."""
@@ -312,8 +316,7 @@ class Link:
         with self._pulls_lock:
             pulls, self._pulls = self._pulls, {}
         for pull in pulls.values():
-            if pull.set_running_or_notify_cancel():
-                pull.set_exception(StaleEpoch("the daemon started anew"))
+            pull.set_exception(StaleEpoch("the daemon started anew"))
         for wanted in self._again:
             wanted.answer.set_exception(StaleEpoch("the daemon started anew"))
         self._again.clear()

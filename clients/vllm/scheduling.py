@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvmanager.clients.leases import Lease
-from kvmanager.clients.vllm.calls import About, Exported
+from kvmanager.clients.vllm.answers import Answer
+from kvmanager.clients.vllm.calls import About, Exported, Passed, Wanted
 from kvmanager.clients.vllm.handover import covered
 from kvmanager.clients.vllm.holdings import Export, Held, Line, Load, Pull, Store, result_or
 from kvmanager.clients.vllm.orders import Ended, LoadOrder, Orders, Report, SaveOrder
 from kvmanager.errors import CapacityError
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.wire import TEXT_CHARS, pack_u64
+from kvmanager.wire import TEXT_CHARS
 
 STORE_BLOCKS: Final = 128
 """Most blocks of one reservation."""
@@ -47,11 +47,11 @@ class Scheduling:
         self._ranks = ranks
         self._hold_s = hold_s
         self._held: dict[str, Held] = {}
+        self._stirred: dict[str, Held] = {}  # those that may not be settled
         self._leases: dict[int, tuple[str, str]] = {}  # lease id -> ("load" | "store" | "pull", request id)
         self._reports: dict[int, dict[int, Ended]] = {}  # lease id -> rank -> what it said
         self._attached: dict[int, int] = {}  # rank -> attach id under the line's epoch
         self._values: dict[int, int] = {}  # rank -> timeline value that it reported last
-        self._fenced: pb.Fence | None = None  # what `_fence` gives, until something is reported
         self._epoch = 0
         self._next_lease = 0
 
@@ -67,7 +67,7 @@ class Scheduling:
         token_ids: its tokens, growing as the keys do, where KV events shall tell them.
         """
         about = About(request_id[:TEXT_CHARS], session_id, keys, token_ids)
-        held = self._held[request_id] = Held(keys, about, asked_s=time.monotonic())
+        held = self._held[request_id] = self._stirred[request_id] = Held(keys, about, asked_s=time.monotonic())
         if ticket is not None:
             held.pull = Pull(ticket, covered(ticket), held.asked_s)
         elif export_tokens:
@@ -100,6 +100,7 @@ class Scheduling:
                 return None
         elif held.known is None or now - held.asked_s > FRESH_S:
             held.known = None
+            self._stirred[request_id] = held
             self._look_up(held)
             return None if held.lookup is not None else 0
         assert held.known is not None
@@ -112,8 +113,9 @@ class Scheduling:
         if not self._line.up or not held.keys:
             held.known = 0
             return
-        keys, tokens = b"".join(held.keys), len(held.keys) * self._tokens
-        held.lookup = self._line.read(lambda calls: calls.lookup(keys, tokens))
+        self._line.bell.quiet()
+        wanted = Wanted(held.about, len(held.keys), self._tokens)
+        held.lookup = self._line.read(lambda calls: calls.lookup(wanted.keys, wanted.segments * wanted.segment_tokens))
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
         """The request has blocks; where the cache shall fill some, their pages are leased now."""
@@ -121,6 +123,7 @@ class Scheduling:
         if held is None:
             return
         held.blocks = list(block_ids)
+        self._stirred[request_id] = held
         if external_tokens == 0:
             return
         first, count = held.local // self._tokens, -(-external_tokens // self._tokens)
@@ -129,8 +132,9 @@ class Scheduling:
             self._load_pulled(held, held.pull, block_ids[first : first + count])
             return
         lease_id = self._new_lease("load", request_id)
-        keys = b"".join(held.keys[: first + count])
-        asked = self._line.read(lambda calls: calls.acquire(lease_id, keys, name=held.about.name))
+        wanted = Wanted(held.about, first + count, self._tokens)
+        self._line.bell.quiet()
+        asked = self._line.read(lambda calls: calls.acquire(lease_id, wanted.keys, name=wanted.about.name))
         held.load = Load(lease_id, first, list(block_ids[first : first + count]), asked, self._line.epoch)
 
     def _new_lease(self, kind: str, request_id: str) -> int:
@@ -151,19 +155,19 @@ class Scheduling:
             return
         if not self.ready:
             return
-        fence, about = self._fence(), held.about
+        passed = self._passed()
         if held.export_tokens:
             lease_id, tokens, held.export_tokens = self._new_lease("store", request_id), held.export_tokens, 0
-            wanted = about.first(tokens // self._tokens, self._tokens)
-            asked = self._line.ask(lambda calls: calls.export(lease_id, wanted, tokens, fence))
+            wanted = Wanted(held.about, tokens // self._tokens, self._tokens)
+            asked = self._line.ask(lambda calls: calls.export(lease_id, wanted, tokens, passed.fence()))
             held.export = Export(lease_id, asked, self._line.epoch, tokens=tokens)
         else:
             pull = held.pull
             assert pull is not None
             pull.request_id = self._new_lease("pull", request_id)
-            wanted = about.first(pull.tokens // self._tokens, self._tokens)
+            wanted = Wanted(held.about, pull.tokens // self._tokens, self._tokens)
             pull.asked = self._line.ask(
-                lambda calls: calls.pull(pull.request_id, wanted, pull.tokens, fence, pull.ticket)
+                lambda calls: calls.pull(pull.request_id, wanted, pull.tokens, passed.fence(), pull.ticket)
             )
 
     def _exporting(self, held: Held) -> bool:
@@ -224,11 +228,11 @@ class Scheduling:
             self._close(pull.request_id, reason)
 
     def _close(self, request_id: int, reason: pb.CloseReason.ValueType) -> None:
-        fence = self._fence()
-        self._line.tell(lambda calls: calls.close(request_id, fence, reason))
+        passed = self._passed()
+        self._line.tell(lambda calls: calls.close(request_id, passed.fence(), reason))
 
     def _load_pulled(self, held: Held, pull: Pull, block_ids: Sequence[int]) -> None:
-        there: Future[object] = Future()
+        there: Answer[object] = Answer()
         there.set_result(pull.lease)
         held.load = Load(pull.request_id, held.local // self._tokens, list(block_ids), there, self._line.epoch)
         held.pull = None
@@ -243,20 +247,22 @@ class Scheduling:
 
     # --------------------------------------------------------------------------------- steps
 
-    def build(self, scheduled: Mapping[str, tuple[int, Sequence[int]]], preempted: Sequence[str] = ()) -> Orders:
-        """Orders for this step. `scheduled`: request -> (tokens computed when it is done, block ids)."""
+    def build(
+        self, ends: Mapping[str, int], block_ids: Callable[[str], Sequence[int]], preempted: Sequence[str] = ()
+    ) -> Orders:
+        """Orders for this step.
+
+        ends: scheduled request -> its tokens that are computed when the step is done. block_ids: of a scheduled
+        request; asked only where they matter.
+        """
         self._notice_epoch()
         for request_id in preempted:
             if request_id in self._held:
                 gone = self._held[request_id]
-                gone.end, gone.final, gone.blocks = 0, 0, []
-        for request_id, (end, block_ids) in scheduled.items():
-            running = self._held.get(request_id)
-            if running is not None:
-                running.end, running.blocks = end, list(block_ids)
-                running.final = min(end // self._tokens, len(running.keys), len(running.blocks))
+                gone.end, gone.full, gone.final, gone.blocks = 0, 0, 0, []
+        self._note_progress(ends, block_ids)
         orders = Orders(self._epoch)
-        for request_id, held in list(self._held.items()):
+        for request_id, held in list(self._stirred.items()):
             self._begin_handover(request_id, held)
             if held.export is not None and not held.finished_s:
                 held.export.renew(self._line)
@@ -265,18 +271,33 @@ class Scheduling:
             self._order_saves(request_id, held, orders)
             if held.finished_s:
                 self._leave(request_id, held, orders)
+            elif held.settled():
+                del self._stirred[request_id]
         return orders
+
+    def _note_progress(self, ends: Mapping[str, int], block_ids: Callable[[str], Sequence[int]]) -> None:
+        """Looks at those that have another number of full blocks, or keys, than they had: few of many that decode."""
+        for request_id, end in ends.items():
+            held = self._held.get(request_id)
+            if held is None:
+                continue
+            held.end, full, keys = end, end // self._tokens, len(held.keys)
+            if full != held.full or keys != held.keys_seen or not held.blocks:
+                held.blocks, held.full, held.keys_seen = list(block_ids(request_id)), full, keys
+                held.final = min(full, keys, len(held.blocks))
+                self._stirred[request_id] = held
 
     def _notice_epoch(self) -> None:
         """A daemon that started anew knows none of our leases, and has none of our ranks."""
         if self._epoch == self._line.epoch:
             return
-        self._epoch, self._fenced = self._line.epoch, None
+        self._epoch = self._line.epoch
         self._attached.clear()
         self._values.clear()
         for held in self._held.values():
             held.store, held.saved, held.known = None, 0, None
             held.export, held.pull = None, None
+        self._stirred.update(self._held)
 
     def _order_load(self, request_id: str, held: Held, load: Load, orders: Orders) -> None:
         """The answer to an acquire is there: what it covers is loaded, the rest is lost and computed."""
@@ -310,7 +331,7 @@ class Scheduling:
         if end > store.ordered:
             ids = held.blocks[store.first + store.ordered : store.first + end]
             pages = store.pages[store.ordered : end]
-            summed = store.to_be_summed(pages, self._line.checksum_one_in)
+            summed = store.to_be_summed(store.ordered, end, self._line.checksum_one_in)
             orders.saves.append(SaveOrder(store.lease_id, pages, ids, summed))
             store.ordered = end
 
@@ -323,7 +344,7 @@ class Scheduling:
         if not ready or not held.blocks or wanted <= held.saved or time.monotonic() < held.pause_until:
             return
         lease_id = self._new_lease("store", request_id)
-        of = held.about.first(wanted, self._tokens)
+        of = Wanted(held.about, wanted, self._tokens)
         asked = self._line.ask(lambda calls: calls.reserve_of(lease_id, of))
         held.store = Store(lease_id, asked, self._line.epoch)
 
@@ -339,7 +360,7 @@ class Scheduling:
             return
         assert isinstance(lease, Lease)
         store.granted, store.pages, store.first = True, lease.pages, lease.tokens // self._tokens
-        store.uids = dict(zip(lease.pages, lease.uids, strict=bool(lease.uids)))
+        store.uids = lease.uids
         if not lease.pages:
             held.saved = max(held.saved, store.first)
             self._end_store(store)
@@ -352,12 +373,10 @@ class Scheduling:
         for report in reports:
             if report.epoch != self._epoch:
                 continue
-            self._fenced = None
             if report.attach_id:
                 self._attached[report.rank] = report.attach_id
             for ended in report.ended:
                 self._values[report.rank] = max(self._values.get(report.rank, 0), ended.value)
-                self._fenced = None
                 said = self._reports.setdefault(ended.lease_id, {})
                 said[report.rank] = ended
                 if len(said) == self._ranks:
@@ -370,14 +389,14 @@ class Scheduling:
         if kind in ("load", "pull"):
             if held is not None and not all(ended.ok for ended in said.values()):
                 held.barred, held.saved = True, 0
+                self._stirred[request_id] = held
             self._end_load(lease_id, said)
         elif kind == "store" and held is not None and held.store is not None and held.store.lease_id == lease_id:
             store = held.store
             store.copied += next(iter(said.values())).copies
             store.failed |= not all(ended.ok for ended in said.values())
-            for page in said[0].sums if 0 in said else ():
-                store.sums[page] = b"".join(said[rank].sums[page] for rank in sorted(said))
-            store.written(self._line, self._tokens, self._fence)
+            store.said.append(said)
+            store.written(self._line, self._tokens, self._passed())
             if store.copied == store.ordered and (store.failed or store.copied == len(store.pages)):
                 self._finish_store(held, store)
 
@@ -390,29 +409,27 @@ class Scheduling:
         if store.failed:
             held.pause_until = time.monotonic() + PAUSE_S
 
-    def _fence(self) -> pb.Fence:
+    def _passed(self) -> Passed:
         """Covers all that was reported; of all ranks, since a fence names each, and never goes back."""
-        if self._fenced is None:
-            self._fenced = pb.Fence(
-                attach_ids=pack_u64(list(self._attached.values())),
-                values=pack_u64([self._values.get(rank, 0) for rank in self._attached]),
-            )
-        return self._fenced
+        return Passed(tuple((attach_id, self._values.get(rank, 0)) for rank, attach_id in self._attached.items()))
 
     def _end_load(self, lease_id: int, said: dict[int, Ended] | None) -> None:
         kind, _ = self._leases.pop(lease_id, ("load", ""))
         if kind == "pull":
             self._close(lease_id, pb.FINISHED)
             return
-        fence = self._fence() if said else None
-        failed = sorted({page for ended in said.values() for page in ended.failed_pages}) if said else []
-        failure = next((ended.failure for ended in said.values() if ended.failure), "") if said else ""
-        self._line.tell(lambda calls: calls.done(lease_id, fence, failed, failure))
+        if said is None:
+            self._line.tell(lambda calls: calls.done(lease_id, None, [], ""))
+            return
+        passed = self._passed()
+        failed = sorted({page for ended in said.values() for page in ended.failed_pages})
+        failure = next((ended.failure for ended in said.values() if ended.failure), "")
+        self._line.tell(lambda calls: calls.done(lease_id, passed.fence(), failed, failure))
 
     def _end_store(self, store: Store) -> None:
         """What was copied is published; copies that were ordered have been reported, so the fence covers them."""
         self._leases.pop(store.lease_id, None)
-        store.end(self._line, self._tokens, self._fence())
+        store.end(self._line, self._tokens, self._passed())
 
     # ----------------------------------------------------------------------------------- end
 
@@ -422,6 +439,7 @@ class Scheduling:
         if held is None:
             return False
         held.finished_s, held.stop_reason = time.monotonic(), stop_reason
+        self._stirred[request_id] = held
         if held.pull is not None:
             self._end_pull(held, pb.ABORTED)
         if held.export is not None and not held.export.granted:
@@ -459,7 +477,7 @@ class Scheduling:
         if not held.delayed and held.load is None and (held.store is None or (late and not held.store.ordered)):
             if held.store is not None:
                 self._end_store(held.store)
-            del self._held[request_id]
+            del self._held[request_id], self._stirred[request_id]
             if held.about.session_id:
                 self._line.turn_ended(held.about.session_id, held.stop_reason)
 
@@ -470,12 +488,12 @@ class Scheduling:
         return loads or any(
             held.lookup is not None or held.pull is not None or held.export_tokens or
             (held.export is not None and not held.export.granted)
-            for held in self._held.values()
+            for held in self._stirred.values()
         )
 
     @property
     def busy(self) -> bool:
         """Whether finished requests still wait for something: the engine should go on stepping."""
         latest = time.monotonic() - 2 * self._hold_s
-        return any(held.finished_s > latest for held in self._held.values() if held.finished_s)
+        return any(held.finished_s > latest for held in self._stirred.values() if held.finished_s)
 

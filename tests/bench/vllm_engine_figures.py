@@ -15,10 +15,10 @@ for _folder in ("vllm", "integration"):
     sys.path.insert(0, str(Path(__file__).parents[1] / _folder))
 
 from nodes_support import node  # noqa: E402
-from vllm_support import MADE, Engine, cache_toml, checkpoint, prompt, wait_for  # noqa: E402
+from vllm_support import BLOCK, MADE, Engine, cache_toml, checkpoint, prompt, wait_for  # noqa: E402
 
 PROMPT_TOKENS = 1500
-ROUNDS = 8
+ROUNDS = 24
 STEP = ("build_connector_meta", "start_load_kv", "wait_for_save", "get_finished", "get_block_ids_with_load_errors",
         "build_connector_worker_meta")  # fmt: skip
 SCHEDULER = ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
@@ -40,10 +40,14 @@ def figures() -> Iterator[Figure]:
     yield Figure(f"vLLM TTFT of {of}, miss", miss * 1e3, "ms", "ExampleConnector's miss", miss / example_miss)
     step, alone = seen["step_without_traffic_s"], seen["decode_step_s"]
     yield Figure("vLLM connector, a step without traffic", step * 1e6, "us", "the whole decode step", step / alone)
-    p50, p99 = seen["scheduler_hook_p50_s"], seen["scheduler_hook_p99_s"]
-    yield Figure("vLLM scheduler hook in an engine, p99", p99 * 1e6, "us", "its p50", p99 / p50)
-    answer, asked = seen["first_hook_to_answer_p50_s"], seen["asked_until_answered_most"]
-    yield Figure("vLLM first hook to answer in an engine, p50", answer * 1e6, "us", "a miss's TTFT", answer / miss)
+    for share in ("p50", "p99"):
+        for kind in ("", "_cpu"):
+            hook, control = seen[f"scheduler_hook{kind}_{share}_s"], seen[f"control{kind}_{share}_s"]
+            name = f"vLLM scheduler hook in an engine{kind.replace('_', ', ')}, {share}"
+            yield Figure(name, hook * 1e6, "us", "a hook that reads a variable", hook / control)
+    answer, lookup = seen["first_hook_to_answer_p50_s"], seen["lookup_alone_p50_s"]
+    asked = seen["asked_until_answered_most"]
+    yield Figure("vLLM first hook to answer in an engine, p50", answer * 1e6, "us", "a lookup alone", answer / lookup)
     yield Figure("vLLM times asked until answered, most", asked, "", "once", asked)
 
 
@@ -53,28 +57,31 @@ def measure(directory: Path) -> dict[str, float]:
     seen: dict[str, float] = {}
     seeds = range(100, 100 + ROUNDS)
     with (
-        node(directory, "cache", cache_toml, pages=1024) as served,
+        node(directory, "cache", cache_toml, pages=2048) as served,
         Engine(model, served.runtime_dir, directory / "log") as engine,
     ):
-        engine.generate(prompt(999, 1400), tokens=4)
+        warm = iter(range(1000, 2000))
+
+        def stored(tokens: int, length: int) -> bool:
+            engine.generate(prompt(next(warm), length), tokens=8)  # an engine that has nothing to do does not save
+            return bool(served.counters()["stored_tokens"] >= tokens)
+
+        wait_for(lambda: stored(1, 1400), "no rank was attached", seconds=60)
+        before = served.counters()["stored_tokens"]
         seen["miss_ttft_s"] = median(_first_tokens_s(engine, seeds))
-
-        def stored() -> bool:
-            engine.generate(prompt(998, 40), tokens=8)  # an engine that has nothing to do does not save either
-            return bool(served.counters()["stored_tokens"] >= ROUNDS * 1472)
-
-        wait_for(stored, "not all was stored", seconds=60)
+        wait_for(lambda: stored(before + ROUNDS * 1472, 40), "not all was stored", seconds=60)
         engine.ask("reset")
         seen["hit_ttft_s"] = median(_first_tokens_s(engine, seeds))
         times = engine.ask("times")
-        scheduler = [took for name in SCHEDULER for took in times["times"][name]]
-        seen["scheduler_hook_p50_s"] = median(scheduler)
-        seen["scheduler_hook_p99_s"] = quantiles(scheduler, n=100)[98]
+        seen |= _hook_times(times["times"])
         seen["first_hook_to_answer_p50_s"] = median(times["answer_s"])
+        seen["first_hook_to_answer_p99_s"] = _share(times["answer_s"], 99)
+        seen["lookup_alone_p50_s"] = median(engine.ask("lookups", keys=PROMPT_TOKENS // BLOCK, count=100)["lookup_s"])
         seen["asked_until_answered_most"] = max(times["asked"])
         seen["decode_step_s"] = engine.generate(prompt(997, 40), tokens=400)["seconds"] / 400
         alone = _since(engine.ask("times")["times"], times["times"])
-        seen["step_without_traffic_s"] = sum(median(alone[name]) for name in STEP)
+        seen["step_without_traffic_s"] = sum(median(wall for wall, _ in alone[name]) for name in STEP)
+        seen["step_without_traffic_cpu_s"] = sum(median(cpu for _, cpu in alone[name]) for name in STEP)
     example = {
         "kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"shared_storage_path": str(directory / "disk")},
@@ -92,5 +99,22 @@ def _first_tokens_s(engine: Any, seeds: range) -> list[float]:
     return [engine.generate(prompt(seed, PROMPT_TOKENS), tokens=1)["seconds"] for seed in seeds]
 
 
-def _since(now: dict[str, list[float]], before: dict[str, list[float]]) -> dict[str, list[float]]:
+def _hook_times(times: dict[str, list[list[float]]]) -> dict[str, float]:
+    """Of all calls of scheduler hooks, of the hook whose p99 is largest, and of a hook that reads one variable."""
+    calls = {"scheduler_hook": [call for name in SCHEDULER for call in times[name]], "control": times["control"]}
+    seen = {}
+    for name, of in calls.items():
+        for kind, place in (("", 0), ("_cpu", 1)):
+            took = [call[place] for call in of]
+            seen[f"{name}{kind}_p50_s"], seen[f"{name}{kind}_p99_s"] = median(took), _share(took, 99)
+    for kind, place in (("", 0), ("_cpu", 1)):
+        seen[f"worst_hook{kind}_p99_s"] = max(_share([call[place] for call in times[name]], 99) for name in SCHEDULER)
+    return seen
+
+
+def _share(values: list[float], percent: int) -> float:
+    return quantiles(values, n=100)[percent - 1]
+
+
+def _since(now: dict[str, list[list[float]]], before: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
     return {name: times[len(before.get(name, ())) :] for name, times in now.items()}

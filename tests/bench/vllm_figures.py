@@ -74,7 +74,7 @@ def _measure(link: Link, runtime_dir: Path) -> Iterator[Figure]:
         time.sleep(0.01)
     rank = _Rank(link, runtime_dir)
     scheduling = Scheduling(link, ROWS, 1, hold_s=1.0)
-    scheduling.build({})
+    scheduling.build({}, lambda _: [])
     scheduling.reported(rank.report(Orders()))
     timed, answered = _Timed(), []
     for number in range(REQUESTS):
@@ -107,13 +107,13 @@ def _request(scheduling: Scheduling, rank: _Rank, timed: _Timed, name: str, bloc
     answered = time.perf_counter() - start
     timed(lambda: scheduling.allocated(name, ids, 0))
 
-    def step(scheduled: dict[str, tuple[int, list[int]]]) -> None:
-        orders = timed(lambda: scheduling.build(scheduled))
+    def step(ends: dict[str, int]) -> None:
+        orders = timed(lambda: scheduling.build(ends, lambda _: ids))
         reports = rank.report(orders)
         timed(lambda: scheduling.reported(reports))
 
     for end in (BLOCKS * ROWS // 2, BLOCKS * ROWS + 1, BLOCKS * ROWS + 2):
-        step({name: (end, ids)})
+        step({name: end})
     timed(lambda: scheduling.finished(name, "stop"))
     step({})
     return answered

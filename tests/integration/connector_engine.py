@@ -90,17 +90,17 @@ class ConnectorEngine:
 
     def step(self, most: int = 1 << 30) -> None:
         """One step, in which each request computes at most so many tokens."""
-        scheduled: dict[str, tuple[int, list[int]]] = {}
+        scheduled: dict[str, int] = {}
         for request_id, held in self.running.items():
             if held.ended is None and not held.loading:
                 if not held.blocks and not self._admit(request_id, held):
                     continue
                 if not held.loading and most:
                     end = min(len(held.tokens), held.loaded + held.computed + most)
-                    scheduled[request_id] = (end, held.blocks)
-        orders = self.scheduling.build(scheduled)
+                    scheduled[request_id] = end
+        orders = self.scheduling.build(scheduled, lambda request_id: self.running[request_id].blocks)
         self.copying.follow(orders)
-        for request_id, (end, _) in scheduled.items():
+        for request_id, end in scheduled.items():
             self._compute(self.running[request_id], end)
         self.copying.save(orders)
         self._loaded()

@@ -126,7 +126,7 @@ def test_an_engine_of_an_older_program_runs_without_the_cache_until_it_is_the_sa
         scheduling = Scheduling(link, ROWS[SIDE], 1, hold_s=1.0)
         scheduling.arrived("r", [bytes(32)] * 4)
         assert scheduling.matched("r", 70, 0) == 0, "a miss at once"
-        assert scheduling.build({"r": (70, [1, 2, 3, 4, 5])}).saves == []
+        assert scheduling.build({"r": 70}, lambda _: [1, 2, 3, 4, 5]).saves == []
         assert not scheduling.finished("r", "stop"), "no block is kept for a save"
         monkeypatch.setattr(client_module, "WIRE_VERSION", WIRE_VERSION)
         wait_for(lambda: link.up)

@@ -5,6 +5,7 @@ Runs in the environment of vLLM, not in the project's.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -18,10 +19,14 @@ HOOKS = ("on_new_request", "get_num_new_matched_tokens", "update_state_after_all
          "update_connector_output", "request_finished")  # fmt: skip
 WORKER_HOOKS = ("start_load_kv", "wait_for_save", "get_finished", "get_block_ids_with_load_errors",
                 "build_connector_worker_meta")  # fmt: skip
-times: dict[str, list[float]] = {}
+CONTROL = "control"
+times: dict[str, list[tuple[float, float]]] = {}
+"""Hook -> seconds and CPU seconds of each call; `CONTROL`: of as many that read one variable in the same places."""
 first_asked: dict[str, float] = {}
 answered: dict[str, float] = {}
 asked: dict[str, int] = {}
+scheduler: list[Any] = []
+"""The connector of the scheduler's side, once it was asked something."""
 
 
 def timed(name: str) -> None:
@@ -29,12 +34,19 @@ def timed(name: str) -> None:
     cls = module.KVManagerConnector
     hook = getattr(cls, name)
 
+    def nothing(self: Any) -> Any:
+        return self._scheduling
+
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
+        if name in HOOKS:
+            start, cpu = time.perf_counter(), time.thread_time()
+            nothing(self)
+            note(CONTROL, start, cpu)
+        start, cpu = time.perf_counter(), time.thread_time()
         result = hook(self, *args, **kwargs)
-        end = time.perf_counter()
-        times.setdefault(name, []).append(end - start)
+        end = note(name, start, cpu)
         if name == "on_new_request":
+            scheduler[:] = [self]
             first_asked.setdefault(args[0].request_id, start)
         if name == "get_num_new_matched_tokens" and args[0].request_id not in answered:
             asked[args[0].request_id] = asked.get(args[0].request_id, 0) + 1
@@ -43,6 +55,12 @@ def timed(name: str) -> None:
         return result
 
     setattr(cls, name, call)
+
+
+def note(name: str, start: float, cpu: float) -> float:
+    cpu_s, end = time.thread_time() - cpu, time.perf_counter()
+    times.setdefault(name, []).append((end - start, cpu_s))
+    return end
 
 
 def generate(llm: LLM, order: dict[str, Any]) -> dict[str, Any]:
@@ -81,24 +99,31 @@ def main() -> None:
     say({"ready": True})
     for line in sys.stdin:
         order = json.loads(line)
-        match order["do"]:
-            case "generate":
-                say(generate(llm, order))
-            case "reset":
-                say({"reset": llm.reset_prefix_cache()})
-            case "metrics":
-                say({m.name: getattr(m, "value", None) for m in llm.get_metrics()})
-            case "times":
-                say({"times": times, "answer_s": [answered[r] - first_asked[r] for r in answered if r in first_asked],
-                     "asked": list(asked.values())})  # fmt: skip
-            case "abort":
-                say(abort_while_loading(llm, order))
-            case "break_loads":
-                break_loads()
-                say({"broken": True})
+        say(ORDERS[order["do"]](llm, order))
 
 
-def break_loads() -> None:
+def metrics(llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
+    return {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+
+
+def hook_times(_llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
+    """Since the start. answer_s: from a request's first hook to the one that told how much of it can be loaded."""
+    answer_s = [answered[name] - first_asked[name] for name in answered if name in first_asked]
+    return {"times": times, "answer_s": answer_s, "asked": list(asked.values())}
+
+
+def lookups_s(keys: int, count: int) -> list[float]:
+    """Seconds of each of some lookups that this thread waits for, while the engine does nothing."""
+    link, seconds = scheduler[0]._link, []
+    for number in range(count):
+        wanted = b"".join(hashlib.sha256(f"{number}.{key}".encode()).digest() for key in range(keys))
+        start = time.perf_counter()
+        link.read(lambda calls, wanted=wanted: calls.lookup(wanted, keys)).result(timeout=10)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def break_loads() -> dict[str, Any]:
     """From now on every load fails after its copy."""
     from kvmanager.clients.vllm.blocks import EngineBlocks
 
@@ -108,6 +133,7 @@ def break_loads() -> None:
         raise RuntimeError("broken on purpose")
 
     EngineBlocks.load = load  # type: ignore[method-assign]
+    return {"broken": True}
 
 
 def abort_while_loading(llm: LLM, order: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +144,17 @@ def abort_while_loading(llm: LLM, order: dict[str, Any]) -> dict[str, Any]:
         engine.step()
     engine.abort_request(["victim"])
     return generate(llm, {"prompts": order["prompts"][1:]})
+
+
+ORDERS = {
+    "generate": generate,
+    "reset": lambda llm, _: {"reset": llm.reset_prefix_cache()},
+    "metrics": metrics,
+    "times": hook_times,
+    "lookups": lambda _, order: {"lookup_s": lookups_s(order["keys"], order["count"])},
+    "abort": lambda llm, order: abort_while_loading(llm, order),
+    "break_loads": lambda _llm, _: break_loads(),
+}
 
 
 def say(answer: dict[str, Any]) -> None:
