@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,6 +13,7 @@ import torch
 
 from kvmanager.clients.attached_engine import AttachedEngine
 from kvmanager.clients.engine import RequestStep
+from kvmanager.clients.glm.lent_workspace import lent_workspaces
 from kvmanager.clients.glm.model import Glm
 from kvmanager.clients.glm.shard_group import ShardGroup
 from kvmanager.clients.keys import KeyChain
@@ -39,7 +41,10 @@ class Prefilled:
 
 
 class PrefillEngine:
-    """One prompt at a time. Uses only the public client API; the daemon decides where rows lie."""
+    """One prompt at a time. Uses only the public client API; the daemon decides where rows lie.
+
+    The ranks' workspaces are the daemon's, too: the group has `workspace_bytes_per_rank`.
+    """
 
     def __init__(
         self,
@@ -56,17 +61,22 @@ class PrefillEngine:
         self._model = model
         self._geometry = geometry
         self._namespace = namespace
-        self._engine = AttachedEngine(
-            runtime_dir, name, group=group, namespace=namespace, layouts=[layout], ranks=geometry.ranks
-        )
-        memories = [rank.classes[PAGE_CLASS].device for rank in self._engine.workers.ranks]
-        self._ranks = ShardGroup(model, memories, layout, geometry)
         self._requests = 0
+        with ExitStack() as undo:
+            self._engine = AttachedEngine(
+                runtime_dir, name, group=group, namespace=namespace, layouts=[layout], ranks=geometry.ranks
+            )
+            undo.callback(self._engine.close)
+            spaces = undo.enter_context(lent_workspaces(runtime_dir, group, name, geometry))
+            memories = [rank.classes[PAGE_CLASS].device for rank in self._engine.workers.ranks]
+            self._ranks = ShardGroup(model, memories, spaces, layout, geometry)
+            self._undo = undo.pop_all()
 
     def prefill(self, prompt: Int64Array, session: pb.SessionHint, told: Told) -> Prefilled:
         """Computes what the cache lacks of `prompt` int64[L], commits it and exports it.
 
-        `told` hears the number of positions done, after each chunk. Raises the daemon's typed errors.
+        `told` hears the number of positions done, after each chunk. Raises the daemon's typed errors; PoolExhausted
+        that names the workspace for a prompt whose steps don't fit there.
         """
         self._requests += 1
         request_id, length = self._requests, len(prompt)
@@ -80,7 +90,7 @@ class PrefillEngine:
                 session=session,
             )
         )
-        self._ranks.start(self._span_pages(opened, length), length)
+        self._ranks.start(self._span_pages(opened, length))
         self._engine.workers.run_plans(opened.worker_plans)
         first_token = self._compute(request_id, prompt.tolist(), opened.cached_tokens, told)
         ticket = self._engine.client.export(request_id)
@@ -128,4 +138,4 @@ class PrefillEngine:
 
     def close(self) -> None:
         """Leaves the node. Raises the first error of a detach."""
-        self._engine.close()
+        self._undo.close()

@@ -93,3 +93,14 @@ class ShardGeometry:
         """Rows of a sequence of `tokens` tokens that lie on `rank`."""
         whole, rest = divmod(tokens, self.span_tokens)
         return whole * self.page_rows + self.order.rows_in_page(rest, rank)
+
+    def longest_shard(self, tokens: int) -> int:
+        """Rows of such a sequence on the rank that has most of them."""
+        return max(self.rows_on_rank(tokens, rank) for rank in range(self.ranks))
+
+    def workspace_rows(self, tokens: int) -> int:
+        """Rows of two full copies of one layer whose shards are all as long as the longest.
+
+        That is what each rank's workspace holds: one copy to compute from, one to gather the next layer in.
+        """
+        return 2 * self.ranks * self.longest_shard(tokens)

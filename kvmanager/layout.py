@@ -127,6 +127,17 @@ def plain_format(dtype: str, layers: int, heads: int, row_bytes: int) -> KVForma
     return KVFormat(f"kv/{dtype}/{layers}x{heads}x{row_bytes}", rows, row_bytes, 0, 0)
 
 
+def workspace_format(form: KVFormat) -> KVFormat:
+    """What lies in a rank's workspace: of each token one layer's latent row and indexer key, with its scale."""
+    row_bytes = form.latent_row_bytes + form.index_value_bytes + form.index_scale_bytes
+    return plain_format("uint8", 1, 1, row_bytes)
+
+
+def workspace_group(group: str, rank: int) -> str:
+    """The group of kind "engine" that is the workspace of a rank of `group`."""
+    return f"{group}-workspace-{rank}"
+
+
 _PLAIN: Final = re.compile(r"kv/([a-z0-9_]{1,32})/([1-9]\d{0,4})x([1-9]\d{0,4})x([1-9]\d{0,6})")
 
 

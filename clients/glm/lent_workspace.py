@@ -2,19 +2,14 @@
 
 So it stands on a pool line of its own in the node's account, is refused while another engine may still write to it, and
 comes back when the rank's process is dead. Each step takes it as one lease, inside this process: no call a step or a
-layer. One group a rank, in whole pages:
-
-    [[group]]
-    name = "workspace-0"
-    kind = "engine"
-    format = "kv/uint8/1x1x788"
-    ranks = 1
-    page_rows = 64
-    hbm_bytes_per_rank = "2 GiB"
+layer. A sharded group with `workspace_bytes_per_rank` has one such group a rank; its own requests are refused when they
+are opened where a step over them would not fit.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,10 +18,11 @@ import torch
 
 from kvmanager.clients.engine_memory import EngineMemory
 from kvmanager.clients.glm.workspace import TOKEN_BYTES, Workspace
-from kvmanager.layout import plain_format
+from kvmanager.geometry import ShardGeometry
+from kvmanager.layout import plain_format, workspace_group
 
 WORKSPACE_FORMAT: Final = plain_format("uint8", 1, 1, TOKEN_BYTES)
-"""A token's bytes of one full copy of one layer."""
+"""A token's bytes of one full copy of one layer; what `layout.workspace_format` says of the models' formats."""
 
 
 class LentWorkspace:
@@ -45,3 +41,20 @@ class LentWorkspace:
         """Gives it back; no step may be under way."""
         assert not self.space.held
         self._memory.close()
+
+
+@contextlib.contextmanager
+def lent_workspaces(
+    runtime_dir: Path, group: str, engine: str, geometry: ShardGeometry
+) -> Iterator[Sequence[Workspace]]:
+    """Of all ranks of `group`, for an engine that has them in this process, until the end of the block.
+
+    Raises as `LentWorkspace` does, and then holds none.
+    """
+    with contextlib.ExitStack() as held:
+        spaces = []
+        for rank in range(geometry.ranks):
+            lent = LentWorkspace(runtime_dir, workspace_group(group, rank), engine, rank, geometry.page_rows)
+            held.callback(lent.close)
+            spaces.append(lent.space)
+        yield spaces

@@ -80,11 +80,7 @@ def _full_copy(memory: Tensor, rows: int) -> FullCopy:
 
 def workspace_bytes(geometry: ShardGeometry, tokens: int) -> int:
     """What a step needs whose context ends with `tokens` tokens: every shard as long as the longest, twice."""
-    return 2 * geometry.ranks * _longest_shard(geometry, tokens) * TOKEN_BYTES
-
-
-def _longest_shard(geometry: ShardGeometry, tokens: int) -> int:
-    return max(geometry.rows_on_rank(tokens, rank) for rank in range(geometry.ranks))
+    return geometry.workspace_rows(tokens) * TOKEN_BYTES
 
 
 @dataclass
@@ -134,7 +130,7 @@ class GatheredStore:
     def begin(self, start: int, end: int, leaders: frozenset[int]) -> None:
         """A step over positions start..end-1, rows of earlier ones being in the shards. Raises as `lease` does."""
         geometry = self._shard.geometry
-        longest = _longest_shard(geometry, end)
+        longest = geometry.longest_shard(end)
         copy, free = self._workspace.lease(geometry.ranks * longest)
         spans, ranks, slots = geometry.place(torch.arange(end).numpy())
         rows = torch.from_numpy(ranks * longest + spans * geometry.page_rows + slots)

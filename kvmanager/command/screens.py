@@ -226,8 +226,8 @@ def sizing_screen(sizing: Sizing) -> RenderableType:
         parts = (rank.workspace_bytes, rank.staging_bytes, rank.context_bytes, rank.hot_buffer_bytes)
         beside.add_row(rank.group, *(format_bytes(part) if part else "-" for part in parts))
     notes = Text(
-        "workspace: one layer in flight, twice with overlap. ring, context: of the rank's mover.\n"
-        "hot buffer: of one request, taken from the slabs."
+        "workspace: a layer and the next, taken once a step; a pool of its own with workspace_bytes_per_rank.\n"
+        "ring, context: of the rank's mover. hot buffer: of one request, taken from the slabs."
     )
     return Group(pools, "", beside, notes, "", *map(_fit_line, sizing.fits))
 

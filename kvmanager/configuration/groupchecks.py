@@ -23,6 +23,9 @@ def check_keys_of_kind(group: GroupSection, table: Mapping[str, object], where: 
             raise ConfigError(f"{where} {key}: only a group of kind \"hisparse\" has it; remove it")
     _check_split(group, table, where)
     _check_cache(group, table, where)
+    if "workspace_bytes_per_rank" in table and (group.kind != "sharded" or group.ranks < 2):
+        what = 'only ranks of a group of kind "sharded" gather layers from each other'
+        raise ConfigError(f"{where} workspace_bytes_per_rank: {what}; remove it")
     if group.kind != "cache" and "hbm_bytes_per_rank" not in table:
         raise ConfigError(f"missing key 'hbm_bytes_per_rank' in {where}")
     for key in _HOST_KEYS:

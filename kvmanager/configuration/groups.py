@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.groupsection import GroupSection
 from kvmanager.configuration.hostregions import HostRegion, in_extents, limits_in, shared_host_regions
+from kvmanager.configuration.workspaces import workspace_of
 from kvmanager.core.spec import (
     BOUNCE,
     ChainSpec,
@@ -88,7 +89,7 @@ def plan_memory(config: NodeConfig) -> NodeMemory:
 
 
 def _as_configured(group: GroupSpec, section: GroupSection) -> GroupSpec:
-    return replace(group, trust=section.trust, scrub=section.scrub)
+    return replace(group, trust=section.trust, scrub=section.scrub, workspace=workspace_of(section))
 
 
 def _regions(

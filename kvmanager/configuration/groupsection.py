@@ -24,6 +24,7 @@ class GroupSection:
     requests lie, see `core.spec.Residency`. host_split: "soft", latents and indexers share the host's slabs; "strict",
     indexers have `offload_bytes_per_rank` of it and latents the rest. Groups of one `host_region` share what their
     `host_bytes_per_rank` sum up to; host_floor, host_ceiling: shares of that (see `hostregions`).
+    workspace_bytes_per_rank: see `workspaces`, which makes groups for it; those have the group's name as workspace_for.
     """
 
     name: str
@@ -48,6 +49,8 @@ class GroupSection:
     trust: str = ""
     scrub: bool = False
     bounce_bytes_per_rank: int = 0
+    workspace_bytes_per_rank: int = 0
+    workspace_for: str = ""
 
     @property
     def kv_format(self) -> KVFormat:
@@ -126,5 +129,6 @@ GROUP: Final[Mapping[str, Parser]] = {
     "trust": parse.text,
     "scrub": parse.switch,
     "bounce_bytes_per_rank": parse.size,
+    "workspace_bytes_per_rank": parse.size,
 }
 """Parsers of the keys."""

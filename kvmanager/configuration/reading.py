@@ -34,6 +34,7 @@ from kvmanager.configuration.sections import (
 )
 from kvmanager.configuration.securitychecks import check_security
 from kvmanager.configuration.securityconfig import SECURITY, AccessSection, PeerSection, TlsSection
+from kvmanager.configuration.workspaces import with_workspaces
 from kvmanager.errors import ConfigError
 
 T = TypeVar("T")
@@ -161,7 +162,7 @@ def _groups(tables: object) -> tuple[GroupSection, ...]:
             raise ConfigError(f"{where} number {place}: the name is taken by an earlier group")
         groups.append(group)
     shared_host_regions([group.host_share for group in groups])
-    return tuple(groups)
+    return with_workspaces(groups)
 
 
 def _check_mover(config: NodeConfig) -> None:

@@ -26,6 +26,7 @@ from kvmanager.core.extents import PoolExtents
 from kvmanager.core.node import Node
 from kvmanager.core.spec import BOUNCE, GroupSpec, Limits, PoolSpec
 from kvmanager.errors import CapacityError
+from kvmanager.layout import workspace_format
 from kvmanager.units import MIB
 
 CUDA_CONTEXT_BYTES: Final = 518 * MIB
@@ -57,7 +58,8 @@ class PoolSize:
 class Beside:
     """Device memory of one rank that is not pages of its pool, in bytes.
 
-    workspace: all-gather of one layer over the longest request asked for (a DCP group only); twice with overlap.
+    workspace: what a step over the longest request asked for gathers (a DCP group only): one layer, and the next. A
+    pool of its own where the group has workspace_bytes_per_rank, and then admission asks for as much of it.
     staging, context: ring and CUDA context of the rank's mover. hot_buffer: of one request, taken from the slabs.
     """
 
@@ -115,8 +117,9 @@ def size_of(config: NodeConfig, tokens: int) -> Sizing:
     specs = plan_memory(config).groups
     limits = core_limits(config)
     pools = [line for section, spec in zip(config.groups, specs, strict=True) for line in _pools(section, spec)]
-    beside = tuple(_beside(config, section, tokens) for section in config.groups)
-    return Sizing(tuple(pools), beside, tuple(fit(spec, tokens, limits) for spec in specs))
+    ranks = [(section, spec) for section, spec in zip(config.groups, specs, strict=True) if not section.workspace_for]
+    beside = tuple(_beside(config, section, tokens) for section, _ in ranks)
+    return Sizing(tuple(pools), beside, tuple(fit(spec, tokens, limits) for _, spec in ranks))
 
 
 def _pools(section: GroupSection, spec: GroupSpec) -> list[PoolSize]:
@@ -154,11 +157,10 @@ def _given(section: GroupSection, pool: PoolSpec) -> int:
 
 def _beside(config: NodeConfig, section: GroupSection, tokens: int) -> Beside:
     gathers = section.kind == "sharded" and section.ranks > 1
-    form = section.kv_format
-    row_bytes = form.latent_row_bytes + form.index_value_bytes + form.index_scale_bytes
+    row_bytes = workspace_format(section.kv_format).token_bytes
     return Beside(
         section.name,
-        tokens * row_bytes if gathers else 0,
+        section.geometry.workspace_rows(tokens) * row_bytes if gathers else 0,
         config.mover.staging_bytes,
         CUDA_CONTEXT_BYTES,
         section.hot_slabs * section.unit_bytes,

@@ -348,6 +348,25 @@ def _check_pool(
     raise exhausted(state, group, pool, needed, max(min(reachable, reachable - owed) - first, 0))
 
 
+def check_workspace(group: Group, tokens: int) -> None:
+    """Raises PoolExhausted where no step over a context of `tokens` tokens fits the ranks' workspace.
+
+    One engine has it as a whole and one step at a time takes it, so nothing is promised there: it fits or never will.
+    """
+    workspace = group.spec.workspace
+    if workspace is None:
+        return
+    needed = workspace.pages_needed(group.spec.geometry, tokens)
+    if needed > workspace.pages:
+        raise PoolExhausted(
+            f"a step over {tokens} tokens of {group.spec.name} needs {needed} pages of workspace on each rank "
+            f"({needed * workspace.page_bytes} bytes), {workspace.pool} has {workspace.pages} "
+            f"({workspace.pages * workspace.page_bytes} bytes): make workspace_bytes_per_rank larger or the request "
+            "shorter",
+            pool=workspace.pool, needed=needed, free=workspace.pages,
+        )  # fmt: skip
+
+
 def promises_hold(group: Group, wants: Mapping[str, Mapping[str, int]] | None = None) -> bool:
     """Every pool could give now all that it owes, and the pages `wants[pool][class]` beside."""
     for name, pool in group.pools.items():

@@ -12,6 +12,7 @@ from kvmanager.core.admission import (
     Demands,
     NewSpans,
     check,
+    check_workspace,
     device_slabs_free,
     growth_pages,
     growth_promise,
@@ -76,6 +77,11 @@ def open_request(state: State, engine: Engine, event: Open) -> Opened:
 def _admit(state: State, engine: Engine, group: Group, event: Open) -> tuple[Request, list[_Shape]]:
     """The request with its pages; PoolExhausted, and nothing kept, when they don't fit."""
     imported = event.ticket.committed_tokens if event.ticket else 0
+    try:
+        check_workspace(group, event.prompt_tokens)
+    except CapacityError:
+        state.counters["refusal"] += 1
+        raise
     # At least the last token is computed, unless it arrives by hand-off.
     limit = max(imported, event.prompt_tokens - 1) // group.spec.page_rows
     shapes = _shapes(group, event, engine.namespace, _ways(group, event), limit)

@@ -7,7 +7,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from kvmanager.core.checksums import PageSection, sections_of
-from kvmanager.geometry import TokenOrder
+from kvmanager.geometry import ShardGeometry, TokenOrder
 from kvmanager.layout import KVFormat, KVLayout
 
 BOUNCE = "bounce"
@@ -145,12 +145,29 @@ class SparseSpec:
 
 
 @dataclass(frozen=True)
+class WorkspaceSpec:
+    """Memory that each rank of a sharded group has for the full copies its steps compute from.
+
+    pool: the first rank's, by which refusals name it. pages: of one rank, of `page_bytes`, for page_rows tokens each.
+    """
+
+    pool: str
+    pages: int
+    page_bytes: int
+
+    def pages_needed(self, geometry: ShardGeometry, tokens: int) -> int:
+        """Of one rank, for a step whose context ends with `tokens` tokens."""
+        return -(-geometry.workspace_rows(tokens) // geometry.page_rows)
+
+
+@dataclass(frozen=True)
 class GroupSpec:
     """A shard group: the memory that one engine's ranks share.
 
     trust: whose engines may map it; the core does not look at it, but goes on from no journal with another one.
     one_holder: one engine at a time registers, and opens one request that takes every page: see `core.wholegroups`.
     scrub: pages that go from one tenant to another are overwritten: see `core.scrubbing`.
+    workspace: of each rank; None: it has none here, and requests are as long as their pages allow.
     """
 
     name: str
@@ -163,6 +180,12 @@ class GroupSpec:
     trust: str = ""
     one_holder: bool = False
     scrub: bool = False
+    workspace: WorkspaceSpec | None = None
+
+    @property
+    def geometry(self) -> ShardGeometry:
+        """Of a sharded group."""
+        return ShardGeometry(self.ranks, self.page_rows, self.chains[0].order.interleave)
 
     @cached_property
     def swaps(self) -> bool:

@@ -18,8 +18,9 @@ from kvmanager.clients.admin import AdminClient
 from kvmanager.clients.glm.config import TINY
 from kvmanager.demo.report import ledger_failures
 from kvmanager.errors import KVError, NotReady
+from kvmanager.geometry import ShardGeometry
 from kvmanager.keeper.children import kill_orphans
-from kvmanager.layout import KVFormat
+from kvmanager.layout import KVFormat, workspace_format
 from kvmanager.protos import kvmanager_pb2 as pb
 
 PAGE_ROWS: Final = 16
@@ -68,7 +69,9 @@ NAMESPACE: Final = pb.Namespace(
 
 def prefill_toml(runtime_dir: Path, format_: KVFormat, sizes: PoolSizes) -> str:
     """Configuration of the prefill node: one DCP8 group."""
-    page = format_.page_bytes(PAGE_ROWS)
+    page, geometry = format_.page_bytes(PAGE_ROWS), ShardGeometry(SOURCE_RANKS, PAGE_ROWS, 1)
+    longest = sizes.prefill_device_pages * geometry.span_tokens
+    workspace = geometry.workspace_rows(longest) * workspace_format(format_).token_bytes
     return f"""\
 [node]
 name = "{PREFILL_NODE}"
@@ -87,6 +90,7 @@ page_rows = {PAGE_ROWS}
 interleave = 1
 hbm_bytes_per_rank = {sizes.prefill_device_pages * page}
 host_bytes_per_rank = {sizes.prefill_host_pages * page}
+workspace_bytes_per_rank = {workspace}
 """
 
 

@@ -72,9 +72,14 @@ def render(made: Plan) -> RenderableType:
     for plan_ in made.modes:
         for row in _rows(plan_):
             table.add_row(*row)
+    beside = [
+        f"{plan_.mode}: {format_bytes(plan_.workspace_bytes)} of workspace on each GPU beside the pages"
+        for plan_ in made.modes
+        if plan_.workspace_bytes
+    ]
     why_not = [f"{plan_.mode}: {plan_.why_not}" for plan_ in made.modes if plan_.why_not]
     advice = f"recommended: {made.recommended or 'none'} ({made.reason})"
-    return Group(table, *why_not, advice)
+    return Group(table, *beside, *why_not, advice)
 
 
 def _rows(plan_: ModePlan) -> list[tuple[str, ...]]:

@@ -10,6 +10,8 @@ from typing import Final
 from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.reading import parse_config
 from kvmanager.errors import InvalidArgument
+from kvmanager.geometry import ShardGeometry
+from kvmanager.layout import workspace_format
 from kvmanager.planning.models import Model
 from kvmanager.units import MIB
 
@@ -104,6 +106,10 @@ def _group_keys(mode: Mode, model: Model, machine: Machine, page_rows: int) -> d
     keys["kind"] = f'"{kinds.get(mode, "sharded")}"'
     if mode is Mode.PCP_DCP:
         keys["interleave"] = 1
+        if machine.gpus > 1:
+            geometry = ShardGeometry(machine.gpus, page_rows, 1)
+            longest = min(model.max_tokens, machine.hbm_bytes // form.page_bytes(page_rows) * geometry.span_tokens)
+            keys["workspace_bytes_per_rank"] = geometry.workspace_rows(longest) * workspace_format(form).token_bytes
     if mode is Mode.HISPARSE:
         keys |= {"token_order": '"keep"', "source_ranks": machine.gpus, "source_interleave": 1}
         keys["hot_rows"] = -(-HOT_ROWS // page_rows) * page_rows

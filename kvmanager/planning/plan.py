@@ -38,7 +38,10 @@ class Length:
 
 @dataclass(frozen=True)
 class ModePlan:
-    """One mode. why_not: why it is not possible; all else is empty then. pools: of one group, there are `groups`."""
+    """One mode. why_not: why it is not possible; all else is empty then. pools: of one group, there are `groups`.
+
+    workspace_bytes: on each GPU beside its pages, for what a step over the longest request gathers.
+    """
 
     mode: Mode
     why_not: str
@@ -48,6 +51,7 @@ class ModePlan:
     hbm_pages_per_rank: int = 0
     pools: tuple[PoolSize, ...] = ()
     lengths: tuple[Length, ...] = ()
+    workspace_bytes: int = 0
 
     def holds(self, tokens: int) -> bool:
         """Whether one request of so many tokens fits."""
@@ -112,7 +116,13 @@ def _mode_plan(
         longest = min(machine.hbm_bytes // unit * page_rows, model.max_tokens)
     pages = machine.hbm_bytes // unit
     told = tuple(_length(mode, model, machine, config, pools, tokens, longest, pages, links) for tokens in lengths)
-    return ModePlan(mode, "", len(config.groups), longest, unit, pages, pools, told)
+    workspace = spec.workspace.pages * spec.workspace.page_bytes if spec.workspace else 0
+    return ModePlan(mode, "", _serving(config), longest, unit, pages, pools, told, workspace)
+
+
+def _serving(config: NodeConfig) -> int:
+    """Groups that requests are opened in."""
+    return sum(not group.workspace_for for group in config.groups)
 
 
 def _length(
@@ -142,7 +152,7 @@ def _length(
     # Replicated ranks each load all of it; shards are read from as many adapters, and arrive over the target's one.
     onboard = size / sharers / links.host_to_device_bytes_per_s
     handoff = {"nic": size / links.nic_bytes_per_s, "nvlink": size / links.nvlink_bytes_per_s}
-    groups = len(config.groups)
+    groups = _serving(config)
     return Length(tokens, size, at_once * groups, cached * groups, onboard, handoff)
 
 

@@ -26,6 +26,7 @@ from kvmanager.clients.glm.torch_ranks import join_ranks
 from kvmanager.clients.glm.workspace import GatheredStore, Workspace
 from kvmanager.clients.worker import WorkerGroup, connect_worker
 from kvmanager.errors import KVError, PoolExhausted
+from kvmanager.layout import workspace_group
 from kvmanager.protos import kvmanager_pb2 as pb
 from tests.glm_ranks import DRAFTS, MAIN_LAYERS
 
@@ -81,7 +82,7 @@ def say(**words: Any) -> None:
 def main(runtime_dir: str, engine: str, epoch: str, rank: str, size: str, meeting: str) -> None:
     torch.set_num_threads(1)
     workers = WorkerGroup([connect_worker(Path(runtime_dir), engine, int(epoch), int(rank))])
-    lent = LentWorkspace(Path(runtime_dir), f"workspace-{rank}", engine, int(rank), ROWS)
+    lent = LentWorkspace(Path(runtime_dir), workspace_group(MODE.group, int(rank)), engine, int(rank), ROWS)
     try:
         with join_ranks(Path(meeting), int(rank), int(size), timeout_s=120.0) as ranks:
             one = Rank(workers, ranks, lent.space)

@@ -13,6 +13,7 @@ from kvmanager.clients.decode_engine import DecodeEngine
 from kvmanager.clients.decode_work import DecodeWork
 from kvmanager.clients.glm.config import TINY
 from kvmanager.clients.glm.reference import ReferenceRun
+from kvmanager.clients.glm.workspace import workspace_bytes
 from kvmanager.clients.prefill_engine import PrefillEngine
 from kvmanager.demo.expected import demo_model
 from kvmanager.demo.nodes import HOT_ROWS, NAMESPACE, PAGE_ROWS
@@ -43,6 +44,7 @@ page_rows = 16
 interleave = 1
 hbm_bytes_per_rank = {hbm}
 host_bytes_per_rank = {hbm}
+workspace_bytes_per_rank = {workspace}
 """
 DECODE = """
 [node]
@@ -71,7 +73,8 @@ hot_rows = {hot_rows}
 
 def prefill_toml(directory: Path, *, name: str) -> str:
     pages = 40 * TINY.format.page_bytes(PAGE_ROWS)
-    return PREFILL.format(name=name, directory=directory, format=TINY.format.name, hbm=pages)
+    workspace = workspace_bytes(ShardGeometry(RANKS, PAGE_ROWS, 1), max(PROMPTS))
+    return PREFILL.format(name=name, directory=directory, format=TINY.format.name, hbm=pages, workspace=workspace)
 
 
 def decode_toml(directory: Path, *, name: str, slabs: int) -> str:

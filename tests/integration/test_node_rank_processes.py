@@ -13,17 +13,17 @@ from nodes_support import PAGE_BYTES, Node, kill_and_wait, node
 from process_engine import ProcessEngine
 
 from kvmanager.clients.glm.config import TINY
-from kvmanager.clients.glm.lent_workspace import WORKSPACE_FORMAT, LentWorkspace
+from kvmanager.clients.glm.lent_workspace import LentWorkspace
 from kvmanager.clients.glm.workspace import TOKEN_BYTES, workspace_bytes
 from kvmanager.errors import PeerUnreachable, PoolExhausted
 
 PAGES = 24
 WORKSPACE_PAGE = ROWS * TOKEN_BYTES
-WORKSPACE_BYTES = -(-workspace_bytes(SHARDED, 90) // WORKSPACE_PAGE) * WORKSPACE_PAGE
+WORKSPACE_BYTES = -(-workspace_bytes(SHARDED, 4 * SHARDED.span_tokens) // WORKSPACE_PAGE) * WORKSPACE_PAGE
 
 
 def shards_toml(runtime_dir: Path, *, name: str) -> str:
-    head = f"""
+    return f"""
 [node]
 name = "{name}"
 runtime_dir = "{runtime_dir}"
@@ -39,19 +39,8 @@ ranks = {RANKS}
 page_rows = {ROWS}
 hbm_bytes_per_rank = {PAGES * PAGE_BYTES}
 host_bytes_per_rank = {3 * PAGES * PAGE_BYTES}
+workspace_bytes_per_rank = {WORKSPACE_BYTES}
 """
-    return head + "".join(
-        f"""
-[[group]]
-name = "workspace-{rank}"
-kind = "engine"
-format = "{WORKSPACE_FORMAT.name}"
-ranks = 1
-page_rows = {ROWS}
-hbm_bytes_per_rank = {WORKSPACE_BYTES}
-"""
-        for rank in range(RANKS)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 def held_workspace(served: Node, rank: int) -> int:
     """Bytes of a rank's workspace that somebody has, by the node's account."""
-    free, *others = served.pools()[f"workspace-{rank}/hbm"][:6]
+    free, *others = served.pools()[f"shards-workspace-{rank}/hbm"][:6]
     assert free + sum(others) == WORKSPACE_BYTES
     return sum(others)
 
@@ -75,7 +64,7 @@ def test_rank_processes_give_the_tokens_of_one_rank(served: Node, tmp_path: Path
         assert len({process.pid for process in engine.ranks.processes} | {os.getpid()}) == RANKS + 1
         assert [held_workspace(served, rank) for rank in range(RANKS)] == [WORKSPACE_BYTES] * RANKS
         with pytest.raises(PoolExhausted, match="processes-workspace-0"):
-            LentWorkspace(served.runtime_dir, "workspace-0", "another", 0, ROWS)
+            LentWorkspace(served.runtime_dir, "shards-workspace-0", "another", 0, ROWS)
         first = engine.answer(prompt_of(seed))
         assert first.cached == 0
         first.check(seed)
@@ -87,7 +76,7 @@ def test_rank_processes_give_the_tokens_of_one_rank(served: Node, tmp_path: Path
         assert counters["partial_span_reuse"] > 0, counters
 
         for rank, answer in enumerate(engine.ranks.ask("prefill", tokens=[1] * 40, start=90, following=[1] * 39)):
-            assert (answer["refused"], answer["free"]) == (f"workspace-{rank}/hbm", WORKSPACE_BYTES)
+            assert (answer["refused"], answer["free"]) == (f"shards-workspace-{rank}/hbm", WORKSPACE_BYTES)
             assert answer["needed"] == workspace_bytes(SHARDED, 130)
 
         engine.displace(seed, 8)

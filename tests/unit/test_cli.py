@@ -383,7 +383,7 @@ def test_config_check_shows_what_a_file_gives(tmp_path: Path) -> None:
     # A page of the tiny format with 16 rows: 7 layers, 4 of them with an indexer row.
     page = 16 * (7 * 656 + 4 * 132)
     assert plain["pools"][0]["pages"] == (1 << 20) // page
-    assert plain["beside"][0]["workspace_bytes"] == 400 * 788
+    assert plain["beside"][0]["workspace_bytes"] == 2 * 400 * 788
     assert plain["fits"] == [
         {"group": "g", "tokens": 400, "fits": False, "whole_lacks_slabs": 0, "held": {},
          "refusal": plain["fits"][0]["refusal"]}

@@ -16,6 +16,7 @@ from kvmanager.clients.glm.shard_group import ShardGroup
 from kvmanager.clients.glm.shard_store import ShardStore
 from kvmanager.clients.glm.store import ContiguousStore, KVStore
 from kvmanager.clients.glm.weights import Profile, make_weights
+from kvmanager.clients.glm.workspace import Workspace, workspace_bytes
 from kvmanager.errors import InvalidArgument
 from kvmanager.geometry import ShardGeometry
 from kvmanager.layout import KVLayout, Section, layer_major_layout, native_layout
@@ -40,8 +41,11 @@ def make_group(
 ) -> tuple[ShardGroup, list[np.ndarray]]:
     rng = np.random.default_rng(5)
     memories = [rng.integers(0, 256, layout.page_bytes * (max(span_pages) + 1), dtype=np.uint8) for _ in range(RANKS)]
-    group = ShardGroup(model, memories, layout, ShardGeometry(RANKS, PAGE_ROWS, interleave))
-    group.start(np.array(span_pages), len(span_pages) * RANKS * PAGE_ROWS)
+    geometry = ShardGeometry(RANKS, PAGE_ROWS, interleave)
+    needed = workspace_bytes(geometry, len(span_pages) * RANKS * PAGE_ROWS)
+    spaces = [Workspace(torch.full((needed,), 0xFF, dtype=torch.uint8)) for _ in range(RANKS)]
+    group = ShardGroup(model, memories, spaces, layout, geometry)
+    group.start(np.array(span_pages))
     return group, memories
 
 
@@ -124,7 +128,7 @@ def test_positions_beyond_the_spans_are_refused(model: Glm) -> None:
 def test_geometry_and_memories_must_agree(model: Glm) -> None:
     memory, geometry = np.zeros(8, dtype=np.uint8), ShardGeometry(8, PAGE_ROWS, 1)
     with pytest.raises(InvalidArgument, match="2 memories"):
-        ShardGroup(model, [memory] * 2, LAYOUTS["native"], geometry)
+        ShardGroup(model, [memory] * 2, [Workspace(torch.zeros(8))] * 8, LAYOUTS["native"], geometry)
     with pytest.raises(InvalidArgument, match="rank 8 of 8"):
         ShardStore(memory, LAYOUTS["native"], geometry, 8)
 

@@ -54,6 +54,9 @@ def test_the_published_node() -> None:
         assert (modes[mode].longest_tokens, modes[mode].hbm_pages_per_rank) == (294_272, 4_598)
         assert not modes[mode].holds(1_048_576)
     assert modes[Mode.PCP_DCP].longest_tokens == 1_048_576
+    assert {mode: line.workspace_bytes for mode, line in modes.items() if line.workspace_bytes} == {
+        Mode.PCP_DCP: 2 * 788 * 1_048_576
+    }
     assert modes[Mode.HISPARSE].holds(1_048_576)
     assert modes[Mode.HISPARSE].hbm_pages_per_rank == 4_814
     counts = {mode: [length.at_once for length in line.lengths] for mode, line in modes.items()}
@@ -133,7 +136,10 @@ def test_the_written_file_is_a_node_s_configuration(mode: Mode, tmp_path: Path) 
     assert told["recommended"] == "pcp-dcp", "613 // 40 requests against 8 * (613 // 313)"
     line = next(entry for entry in told["modes"] if entry["mode"] == mode.value)
     config = read_config(file)
-    assert len(config.groups) == line["groups"]
+    assert sum(not group.workspace_for for group in config.groups) == line["groups"]
+    held = sum(group.planned_bytes for group in config.groups if group.workspace_for)
+    assert held == 8 * line["workspace_bytes"], "one a GPU"
+    assert (held > 0) == (mode is Mode.PCP_DCP)
     sizing = size_of(config, line["longest_tokens"])
     assert all(fit.refusal is None for fit in sizing.fits)
     assert [dict(vars(pool)) for pool in sizing.pools][: len(line["pools"])] == line["pools"]
