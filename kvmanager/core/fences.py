@@ -85,7 +85,8 @@ def apply_entry(state: State, engine: Engine, entry: FenceEntry, *, keep_commits
         if request is not None and keep_commits:
             request.fenced_tokens = max(request.fenced_tokens, tokens)
             publish(state, request)
-            update_promise(state, request)
+            if group.spec.sparse is not None:  # else what is promised depends on pages alone
+                update_promise(state, request)
     _end_requests(state, engine, entry)
     _free_truncated(group, engine, entry)
     for chain_number, rows in entry.unpins:

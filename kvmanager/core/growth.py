@@ -29,10 +29,10 @@ def resize(
     plans: list[CopyPlan] = []
     kept: int | None = None
     firsts: list[int] | None = None
-    if any(_surplus(part, capacity) for part in request.chains):
-        for number, part in enumerate(request.chains):
+    for number, part in enumerate(request.chains):
+        if _surplus(part, capacity):
             _truncate(entry, request, number, part, capacity)
-        kept = len(request.chains[0].rows)
+            kept = len(request.chains[0].rows)
     if lacks_pages(request, capacity):
         firsts = [len(part.rows) for part in request.chains]
         try:
@@ -45,21 +45,23 @@ def resize(
 
 def lacks_pages(request: Request, capacity: int) -> bool:
     """Whether some of the positions [0, capacity) have no page yet."""
-    return any(part.end_token < capacity for part in request.chains)
+    return request.end_token < capacity
 
 
 # ------------------------------------------------------------------------------------ shrinking
 
 
 def _surplus(part: RequestChain, capacity: int) -> bool:
-    return len(part.rows) > part.shared and int(part.chain.table.first_token[part.rows[-1]]) >= capacity
+    if capacity > part.end_token - part.chain.spec.page_rows:
+        return False  # in its last segment, if not behind it
+    return len(part.rows) > part.shared and part.chain.table.first_token.item(part.rows.last) >= capacity
 
 
 def _truncate(entry: FenceEntry, request: Request, number: int, part: RequestChain, capacity: int) -> None:
     """Gives back whole spans at the end that hold nothing committed; their pages drain until the fence."""
     chain = part.chain
     while _surplus(part, capacity):
-        row = part.rows.pop()
+        row = part.pop()
         assert not chain.table.published[row]
         for c in range(len(chain.spec.classes)):
             if chain.table.copies[c, DEVICE, row] != ABSENT:
@@ -82,7 +84,7 @@ def _take_back(engine: Engine, entry: FenceEntry, request: Request, capacity: in
             for c in range(len(part.chain.spec.classes)):
                 if part.chain.table.copies[c, DEVICE, row] != ABSENT:
                     part.chain.set_state(c, DEVICE, row, CopyState.FILLING, PageState.FILLING)
-            part.rows.append(row)
+            part.append(row)
 
 
 def _draining(request: Request, number: int, part: RequestChain) -> int | None:
@@ -109,7 +111,7 @@ def _grow(
     if not _covered(group, request, capacity):
         update_promise(state, request)
     covered = _covered_until(group, request, capacity)
-    if covered > min(part.end_token for part in request.chains):
+    if covered > request.end_token:
         demands = _demands(group, request, covered)
         check_now(state, group, demands, request, _next(group, request))
         _add(state, group, request, covered, plans)
@@ -132,7 +134,7 @@ def _demands(group: Group, request: Request, capacity: int) -> Demands:
 
 def _next(group: Group, request: Request) -> Demands:
     """What the request needs to go on at all: a span more where it ends now."""
-    return _demands(group, request, min(part.end_token for part in request.chains) + 1)
+    return _demands(group, request, request.end_token + 1)
 
 
 def _covered(group: Group, request: Request, capacity: int) -> bool:
@@ -146,7 +148,7 @@ def _covered_until(group: Group, request: Request, capacity: int) -> int:
     """The most tokens, up to `capacity`, whose pages are promised."""
     if _covered(group, request, capacity):
         return capacity
-    low, high = min(part.end_token for part in request.chains), capacity
+    low, high = request.end_token, capacity
     while high - low > 1:
         middle = (low + high) // 2
         if _covered(group, request, middle):
@@ -167,7 +169,7 @@ def _add(state: State, group: Group, request: Request, capacity: int, plans: lis
             continue
         rows = table.add_many(firsts, order, state.now, request.namespace, request.owner)
         table.pin(rows)
-        part.rows.extend(rows)
+        part.extend(rows)
         for c, page_class in enumerate(chain.spec.classes):
             wanted = len(firsts) * chain.spec.span_pages(order)
             pages = reclaimer.take(chain.pool(c, DEVICE), page_class.name, wanted)

@@ -91,6 +91,7 @@ def drop_request(state: State, request: Request) -> None:
         part.chain.unpin(held)
         part.rows.shorten(0)
         part.anchors.shorten(0)
+        part.end_token = 0
         part.anchor = NO_SPAN
     for number, row in request.donors:
         group.chains[number].unpin([row])

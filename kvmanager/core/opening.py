@@ -283,7 +283,7 @@ def _take_pages(state: State, group: Group, request: Request, shapes: list[_Shap
         for first_tokens, order in shape.new.parts:
             rows = part.chain.table.add_many(first_tokens, order, state.now, request.namespace)
             part.chain.table.pin(rows)
-            part.rows.extend(rows)
+            part.extend(rows)
         for c in range(len(part.chain.spec.classes)):
             _take_class(state, group, request, part, c, shape)
 

@@ -35,6 +35,7 @@ class RequestChain:
     rows: spans in token order, one pin each. shared: leading rows that came from the index.
     anchors: canonical rows that stand for private duplicates, one pin each.
     anchor: canonical predecessor of the next span to publish. settled: leading rows that are full and dealt with.
+    end_token: positions [0, end) have pages. `rows` change by `extend`, `append` and `pop` only, which keep it true.
     """
 
     chain: Chain
@@ -43,14 +44,33 @@ class RequestChain:
     anchors: RowList = field(default_factory=RowList)
     anchor: int = NO_SPAN
     settled: int = 0
+    end_token: int = field(init=False)
 
-    @property
-    def end_token(self) -> int:
-        """Positions [0, end) have pages."""
+    def __post_init__(self) -> None:
+        self._measure()
+
+    def _measure(self) -> None:
         if len(self.rows) == 0:
-            return 0
+            self.end_token = 0
+            return
         last, table = self.rows.last, self.chain.table
-        return table.first_token.item(last) + table.segments.item(last) * self.chain.spec.page_rows
+        self.end_token = table.first_token.item(last) + table.segments.item(last) * self.chain.spec.page_rows
+
+    def extend(self, rows: RowArray) -> None:
+        """More spans at the end."""
+        self.rows.extend(rows)
+        self._measure()
+
+    def append(self, row: int) -> None:
+        """One more."""
+        self.rows.append(row)
+        self._measure()
+
+    def pop(self) -> int:
+        """Takes the last span away."""
+        row = self.rows.pop()
+        self._measure()
+        return row
 
     def ordinal(self, row: int) -> int | None:
         """The span's place in the chain; None when the request does not hold it."""
@@ -118,7 +138,8 @@ class Request:
     drain. unbacked_slabs: device slabs of its window that no page stands behind now (sparse groups). homed_pages:
     latent pages of it that HBM is promised for, not the host (`core.homes`). since: when it was admitted, ns.
     expires_ns: when its lease ends, 0 for a request that is none. token_ids: u32, those of `keys`, or none.
-    anchored: what it found is to stay findable, and no copy of it is used (one anchor each).
+    anchored: what it found is to stay findable, and no copy of it is used (one anchor each). known_segments: of which
+    fenced tokens and keys were there when it was last published.
     """
 
     engine: str
@@ -153,6 +174,13 @@ class Request:
     expires_ns: int = 0
     anchored: bool = False
     token_ids: bytearray = field(default_factory=bytearray)
+    known_segments: int = 0
+
+    @property
+    def end_token(self) -> int:
+        """Positions [0, end) have pages in all chains."""
+        chains = self.chains
+        return chains[0].end_token if len(chains) == 1 else min(part.end_token for part in chains)
 
     @property
     def retracted(self) -> bool:

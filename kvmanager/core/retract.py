@@ -100,7 +100,7 @@ def _drop_unfenced(request: Request, part: RequestChain) -> None:
     """Spans that hold no fenced token."""
     table = part.chain.table
     while len(part.rows) > part.shared and int(table.first_token[part.rows[-1]]) >= request.fenced_tokens:
-        part.chain.unpin([part.rows.pop()])
+        part.chain.unpin([part.pop()])
 
 
 def resume(state: State, engine: Engine, event: Open) -> Opened:
@@ -159,7 +159,7 @@ def _check_same(state: State, group: Group, request: Request, event: Open) -> No
 def _demands(state: State, group: Group, request: Request) -> Demands:
     """Device pages for what must be there, a hot buffer, and homes for the rest."""
     demands = Demands()
-    growth = request.most_tokens - min(part.end_token for part in request.chains)
+    growth = request.most_tokens - request.end_token
     for part in request.chains:
         chain = part.chain
         for c, page_class in enumerate(chain.spec.classes):

@@ -16,6 +16,10 @@ from kvmanager.core.state import State
 def publish(state: State, request: Request) -> None:
     """Publishes what is fenced of a request, span by span in token order."""
     group = state.groups[request.group]
+    known = min(request.fenced_tokens // group.spec.page_rows, len(request.keys) // group.key_bytes)
+    if known == request.known_segments:
+        return
+    request.known_segments = known
     for number, part in enumerate(request.chains):
         before = part.settled
         _advance_untouched(state, request, part)

@@ -149,9 +149,11 @@ def _progress(state: State, engine: Engine, entry: FenceEntry, progress: Progres
 
 def _resize(state: State, engine: Engine, entry: FenceEntry, request: Request, capacity: int) -> list[Grown]:
     kept, first_new, error, plans = resize(state, engine, entry, request, capacity)
-    update_promise(state, request)
-    if error is None and first_new is None and kept is None:
+    if first_new is None and kept is None:
+        if state.groups[request.group].spec.sparse is not None:
+            update_promise(state, request)
         return []
+    update_promise(state, request)
     starts = first_new if first_new is not None else [len(part.rows) for part in request.chains]
     runs = tuple(
         part.table_from(first) for part, first in zip(request.chains, starts, strict=True) if first < len(part.rows)
@@ -162,34 +164,38 @@ def _resize(state: State, engine: Engine, entry: FenceEntry, request: Request, c
 
 def _commit(engine: Engine, group: Group, entry: FenceEntry, request: Request, progress: Progress) -> None:
     """Notes what the engine says is final; it is believed once the message's fence has passed."""
-    width = group.key_bytes
-    end = min(part.end_token for part in request.chains)
-    if not request.committed_tokens <= progress.committed_tokens <= end:
+    tokens, before, end = progress.committed_tokens, request.committed_tokens, request.end_token
+    if not before <= tokens <= end:
         raise InvalidArgument(
-            f"request {request.request_id}: committed_tokens {progress.committed_tokens} outside "
-            f"{request.committed_tokens} (committed before) .. {end} (pages held)"
+            f"request {request.request_id}: committed_tokens {tokens} outside {before} (committed before) .. {end} "
+            "(pages held)"
         )
-    if len(progress.new_keys) % width:
-        raise InvalidArgument(
-            f"request {request.request_id}: {len(progress.new_keys)} key bytes, keys are {width} bytes each"
-        )
-    if progress.token_ids or (request.token_ids and progress.new_keys):
-        ids_bytes = len(request.token_ids) + len(progress.token_ids)
-        group.check_token_ids(len(request.keys) + len(progress.new_keys), ids_bytes)
-    segments = (len(request.keys) + len(progress.new_keys)) // width
-    if progress.new_keys and segments * group.spec.page_rows > progress.committed_tokens:
+    if progress.new_keys or progress.token_ids:
+        _take_keys(group, request, progress)
+    if tokens > before:
+        request.committed_tokens = tokens
+        if request.ranks_lost == engine.ranks_lost:
+            entry.commits.append((request.request_id, tokens))
+        # Else some rank left since it was opened and may not have written its rows: nothing more is believed.
+        if request.donors:
+            _let_donors_go(entry, request)
+
+
+def _take_keys(group: Group, request: Request, progress: Progress) -> None:
+    """Notes the keys of further segments, and their token ids. Raises InvalidArgument, and notes none."""
+    width, more, ids = group.key_bytes, progress.new_keys, progress.token_ids
+    if len(more) % width:
+        raise InvalidArgument(f"request {request.request_id}: {len(more)} key bytes, keys are {width} bytes each")
+    if ids or request.token_ids:
+        group.check_token_ids(len(request.keys) + len(more), len(request.token_ids) + len(ids))
+    segments = (len(request.keys) + len(more)) // width
+    if more and segments * group.spec.page_rows > progress.committed_tokens:
         raise InvalidArgument(
             f"request {request.request_id}: {segments} keys cover more than the {progress.committed_tokens} "
             "committed tokens"
         )
-    request.keys += progress.new_keys
-    request.token_ids += progress.token_ids
-    if progress.committed_tokens > request.committed_tokens:
-        request.committed_tokens = progress.committed_tokens
-        if request.ranks_lost == engine.ranks_lost:
-            entry.commits.append((request.request_id, progress.committed_tokens))
-        # Else some rank left since it was opened and may not have written its rows: nothing more is believed.
-        _let_donors_go(entry, request)
+    request.keys += more
+    request.token_ids += ids
 
 
 def _let_donors_go(entry: FenceEntry, request: Request) -> None:
