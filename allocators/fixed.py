@@ -18,6 +18,9 @@ _FEW = 16
 def as_range(indexes: PageArray) -> PageArray | slice:
     """The same indexes, as a slice where they are consecutive: one that numpy follows many times faster."""
     count = len(indexes)
+    if count == 1:
+        only = int(indexes[0])
+        return slice(only, only + 1)
     if count > _FEW and indexes[-1] - indexes[0] == count - 1 and b"\0" not in (indexes[1:] > indexes[:-1]).tobytes():
         return slice(int(indexes[0]), int(indexes[0]) + count)
     return indexes

@@ -5,7 +5,7 @@ A promise is a count of slabs, not pages. Each byte is counted once: what is tak
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -286,10 +286,12 @@ def _idle_units(group: Group, pool: Pool, tenant: int) -> int:
     return total
 
 
-def check_now(state: State, group: Group, demands: Demands, request: Request, claim: Demands) -> None:
+def check_now(
+    state: State, group: Group, demands: Demands, request: Request, claim: Callable[[], Demands]
+) -> None:
     """Makes room for what is promised already and asked now; PoolExhausted for the first pool that can't give it.
 
-    It happens only where more is promised than there is (overcommit above 1.0).
+    It happens only where more is promised than there is (overcommit above 1.0). `claim`: as for `check`.
     """
     who = (request.engine, request.epoch, request.request_id)
     try:
@@ -297,7 +299,7 @@ def check_now(state: State, group: Group, demands: Demands, request: Request, cl
             pool = group.pools[name]
             _check_pool(state, group, pool, (pool.slabs_needed(demand.now), 0), 0, 0)
     except PoolExhausted:
-        _claim(state, group, who, (0, 0), claim)
+        _claim(state, group, who, (0, 0), claim())
         raise
     group.claims.pop(who, None)
     _make_room(state, group, demands)
@@ -333,13 +335,12 @@ def _check_pool(
             free=pool.most_slabs,
         )
 
-    def enough(reachable: int) -> bool:
-        return needed - later <= reachable - first and needed <= reachable - first - owed
-
-    if enough(pool.free_slabs):
+    # In all, with what others were promised, and now, whatever they were.
+    least = first + max(needed + owed, needed - later)
+    if pool.free_slabs >= least:
         return  # what could be reclaimed is counted over all spans, so only when it matters
     reachable = pool.free_slabs + reclaimable_slabs(group, pool)
-    if enough(reachable):
+    if reachable >= least:
         return
     lender, lacking = state.lenders.get(pool.name), needed + max(owed, -later) + first - reachable
     if lender is not None and lender.fetch(pool, lacking):
@@ -383,11 +384,11 @@ class NewSpans:
     parts: tuple[tuple[npt.NDArray[np.int64], TokenOrder], ...]
 
     def __len__(self) -> int:
-        return sum(len(firsts) for firsts, _ in self.parts)
+        return sum([len(firsts) for firsts, _ in self.parts])
 
     def pages(self, chain: ChainSpec) -> int:
         """Page indexes of one class that all of them take."""
-        return sum(len(firsts) * chain.span_pages(order) for firsts, order in self.parts)
+        return sum([len(firsts) * chain.span_pages(order) for firsts, order in self.parts])
 
     def end(self, chain: ChainSpec) -> int:
         """The position behind the last; there is one."""

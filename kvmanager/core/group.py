@@ -48,7 +48,7 @@ class Chain:
     @property
     def offloads(self) -> bool:
         """Whether some class of it can leave the device."""
-        return any(c.host_pool for c in self.spec.classes)
+        return self.spec.offloads
 
     def page_class(self, page_class: int) -> PageClass:
         """The class's description."""
@@ -59,9 +59,8 @@ class Chain:
         assert self.table.copies[page_class, tier, row] != ABSENT
         self.table.copies[page_class, tier, row] = copy
         self.table.touched.append(row)
-        self.pool(page_class, tier).settle(
-            self.spec.classes[page_class].name, self.table.page_list(page_class, tier, row), page
-        )
+        pages = self.table.held(page_class, tier, slice(row, row + 1))
+        self.pool(page_class, tier).settle(self.spec.classes[page_class].name, pages, page)
 
     def set_states(
         self, page_class: int, tier: int, rows: RowArray, copy: CopyState, page: PageState
@@ -73,7 +72,7 @@ class Chain:
         assert all_true(self.table.copies[page_class, tier, at] != ABSENT), "an absent copy has no state"
         self.table.copies[page_class, tier, at] = copy
         self.table.touched.append(rows)
-        pages = self.table.page_lists(page_class, tier, rows)
+        pages = self.table.held(page_class, tier, at)
         self.pool(page_class, tier).settle(self.spec.classes[page_class].name, pages, page)
 
     def put_many(self, page_class: int, tier: int, rows: RowArray | list[int], pages: PageArray) -> None:

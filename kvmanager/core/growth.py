@@ -108,13 +108,16 @@ def _grow(
     group = state.groups[request.group]
     if not lacks_pages(request, capacity):
         return
-    if not _covered(group, request, capacity):
+    demands, covered = _demands(group, request, capacity), capacity
+    if not _covered(group, request, demands):
         update_promise(state, request)
-    covered = _covered_until(group, request, capacity)
-    if covered > request.end_token:
+        covered = _covered_until(group, request, capacity)
         demands = _demands(group, request, covered)
-        check_now(state, group, demands, request, _next(group, request))
+    if covered > request.end_token:
+        check_now(state, group, demands, request, lambda: _next(group, request))
         _add(state, group, request, covered, plans)
+        if covered == capacity:
+            return
         update_promise(state, request)
     if lacks_pages(request, capacity):
         check(state, group, _demands(group, request, capacity), request, request.promised, _next(group, request))
@@ -137,21 +140,22 @@ def _next(group: Group, request: Request) -> Demands:
     return _demands(group, request, request.end_token + 1)
 
 
-def _covered(group: Group, request: Request, capacity: int) -> bool:
-    return all(
-        group.pools[name].slabs_needed(demand.now) <= request.promised.get(name, 0)
-        for name, demand in _demands(group, request, capacity).by_pool.items()
-    )
+def _covered(group: Group, request: Request, demands: Demands) -> bool:
+    """Whether these pages are promised."""
+    for name, demand in demands.by_pool.items():
+        if group.pools[name].slabs_needed(demand.now) > request.promised.get(name, 0):
+            return False
+    return True
 
 
 def _covered_until(group: Group, request: Request, capacity: int) -> int:
     """The most tokens, up to `capacity`, whose pages are promised."""
-    if _covered(group, request, capacity):
+    if _covered(group, request, _demands(group, request, capacity)):
         return capacity
     low, high = request.end_token, capacity
     while high - low > 1:
         middle = (low + high) // 2
-        if _covered(group, request, middle):
+        if _covered(group, request, _demands(group, request, middle)):
             low = middle
         else:
             high = middle

@@ -95,7 +95,11 @@ class Node:
         match event:
             case TimelinesRead():
                 # Fences are looked at whenever one is added, or a value or a rank's life changes.
-                return all(value <= state.timelines.get(attach, value) for attach, value in event.values.items())
+                known = state.timelines
+                for attach, value in event.values.items():
+                    if value > known.get(attach, value):
+                        return False
+                return True
             case Tick():
                 waiting = any(group.blocked or any(group.declined) for group in state.groups.values())
                 late = any(is_late(state, now) for is_late in _LATE)
@@ -255,15 +259,15 @@ class Node:
             reconsider(self.state, group)
 
     def _timelines(self, event: TimelinesRead) -> None:
-        known = self.state.timelines
-        risen = {attach_id for attach_id, value in event.values.items() if value > known.get(attach_id, value)}
-        for engine in self.state.all_engines():
-            if engine.fences and not risen.isdisjoint(engine.standing(known)):
-                moved(self.state, engine)
-        known.update({attach_id: event.values[attach_id] for attach_id in risen})
-        for engine in self.state.all_engines():
-            if engine.fences or engine.ended:
-                resolve_fences(self.state, engine)
+        state, known = self.state, self.state.timelines
+        risen = {attach: value for attach, value in event.values.items() if value > known.get(attach, value)}
+        engines = [engine for engine in state.all_engines() if engine.fences or engine.ended]
+        for engine in engines if risen else ():
+            if any(attach in risen for attach in engine.standing(known)):
+                moved(state, engine)
+        known.update(risen)
+        for engine in engines:
+            resolve_fences(state, engine)
 
     @property
     def fences_pending(self) -> bool:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from kvmanager.allocators.fixed import PageArray, as_place
 from kvmanager.allocators.slabs import Slabs
+from kvmanager.core.rows import all_alike
 from kvmanager.core.writers import Writers
 
 
@@ -73,35 +74,31 @@ class PageSpace:
         self.generation[at] += 1
 
     def _move(self, at: PageArray | slice | int, pages: PageArray, source: PageState, target: PageState) -> None:
-        wrong = self.state[at] != int(source)
+        wrong = self.state[at] != source
         if wrong if isinstance(at, int) else wrong.any():
             page = int(pages[np.argmax(wrong)])
             found = PageState(int(self.state[page])).name
             raise AssertionError(f"{self.name}: page {page} is {found}, not {source.name}")
-        self._put(at, {int(source): len(pages)}, target)
+        self.state[at] = target
+        self.counts[source] -= len(pages)
+        self.counts[target] += len(pages)
 
     def leave(self, pages: PageArray, target: PageState) -> None:
         """Moves distinct pages to `target` from whatever non-free state each is in."""
         if len(pages) == 0:
             return
         at = as_place(pages)
-        held = self.state[at]
         if isinstance(at, int):
-            left = {int(held): 1}
-        elif (held == held[0]).all():
-            left = {int(held[0]): len(held)}
+            left = {self.state.item(at): 1}
+        elif all_alike(held := self.state[at]):
+            left = {held.item(0): len(held)}
         else:
             left = dict(enumerate(np.bincount(held, minlength=STATES).tolist()))
         assert not left.get(_FREE), f"{self.name}: a free page can't become {target.name}"
-        self._put(at, left, target)
-
-    def _put(self, at: PageArray | slice | int, left: Mapping[int, int], target: PageState) -> None:
-        """The pages there are in `target` now. `left`: state -> how many of them come from it."""
-        number = int(target)
-        self.state[at] = number
+        self.state[at] = target
         for state, count in left.items():
             self.counts[state] -= count
-            self.counts[number] += count
+            self.counts[target] += count
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class RequestChain:
                 read = (table.copies[c, HOST, index] == READY) & (table.copies[c, DEVICE, index] == ABSENT)
                 host = np.where(read[:, None], table.pages[c, HOST, index], NO_PAGE)[keep].reshape(-1)
             else:
-                host = np.full(len(device), NO_PAGE, np.int64)
+                host = _nowhere(len(device))
             pages[page_class.name] = device, host
         return SpanRunTable(
             spec.name,
@@ -116,6 +116,15 @@ class RequestChain:
             return slice(None)
         widths = self.chain.widths(rows)
         return slice(None) if all_true(widths == widest) else np.arange(widest) < widths[:, None]
+
+
+_NOWHERE = np.full(1 << 14, NO_PAGE, np.int64)
+_NOWHERE.flags.writeable = False
+
+
+def _nowhere(count: int) -> Int64Array:
+    """NO_PAGE for so many pages; read only."""
+    return _NOWHERE[:count] if count <= len(_NOWHERE) else np.full(count, NO_PAGE, np.int64)
 
 
 def _own(column: npt.NDArray[Any], index: RowArray | slice) -> npt.NDArray[Any]:

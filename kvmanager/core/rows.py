@@ -16,6 +16,7 @@ __all__ = [
     "RowArray",
     "RowList",
     "RowQueue",
+    "all_alike",
     "all_true",
     "any_true",
     "as_range",
@@ -32,6 +33,12 @@ BoolArray = npt.NDArray[np.bool_]
 def all_true(holds: BoolArray) -> bool:
     """As `holds.all()`, without numpy's set-up of a reduction: several times faster on few entries."""
     return b"\0" not in holds.tobytes()
+
+
+def all_alike(values: npt.NDArray[np.uint8]) -> bool:
+    """Whether all bytes are the same; there is one."""
+    text = values.tobytes()
+    return text.count(text[:1]) == len(text)
 
 
 def any_true(holds: BoolArray) -> bool:
@@ -63,11 +70,14 @@ def no_rows() -> RowArray:
     return np.empty(0, np.int64)
 
 
+_EMPTY = no_rows()
+
+
 class RowList:
     """A list of rows kept as an array, int64: appended to at the end, and read many at once."""
 
     def __init__(self, rows: Sequence[int] | RowArray = ()) -> None:
-        self._rows: RowArray = np.array(rows, np.int64)
+        self._rows: RowArray = np.array(rows, np.int64) if len(rows) else _EMPTY
         self._count = len(self._rows)
 
     @property
@@ -113,7 +123,9 @@ class RowList:
 
     def append(self, row: int) -> None:
         """One more row."""
-        if self._count == len(self._rows):
+        if self._count == 0 == len(self._rows):
+            self._rows = np.array((row,), np.int64)
+        elif self._count == len(self._rows):
             self._rows = np.concatenate((self._rows, np.zeros(1 + self._count // 2, np.int64)))
         self._rows[self._count] = row
         self._count += 1
@@ -129,9 +141,8 @@ class RowList:
 
     def pop(self) -> int:
         """Takes the last row away."""
-        row = self[-1]
         self._count -= 1
-        return row
+        return self._rows.item(self._count)
 
     def shorten(self, count: int) -> None:
         """Keeps the first `count` rows."""
@@ -150,7 +161,7 @@ class RowQueue:
         return len(self._rows) - self._taken
 
     def __bool__(self) -> bool:
-        return len(self._rows) > self._taken
+        return self._rows._count > self._taken
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._rows.array[self._taken :].tolist())

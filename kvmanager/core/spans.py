@@ -104,6 +104,7 @@ class SpanTable:
             setattr(self, name, longer(getattr(self, name), rows))
         self.copies = longer(self.copies, rows, axis=2)
         self.pages = longer(self.pages, rows, axis=2)
+        self.pages[:, :, old:] = NO_PAGE  # as `drop` leaves them
         self.uids = longer(self.uids, rows)
         self.keys.grow(rows)
         older = self._unused[:]
@@ -128,7 +129,6 @@ class SpanTable:
         self.namespace[row] = namespace
         self.owner[row] = owner
         self.dead[row] = False
-        self.pages[:, :, row] = NO_PAGE
         self.uids[row] = self.next_uid
         if self.widest > 1:
             self.uids[row] += np.arange(self.widest, dtype=np.uint64)
@@ -164,7 +164,6 @@ class SpanTable:
         self.last_used[at] = now
         self.namespace[at] = namespace
         self.owner[at] = owner
-        self.pages[:, :, at] = NO_PAGE
         uids = np.arange(self.next_uid, self.next_uid + count * self.widest, dtype=np.uint64)
         self.uids[at] = uids.reshape(count, self.widest)
         self.next_uid += count * self.widest
@@ -193,9 +192,13 @@ class SpanTable:
 
     def page_list(self, page_class: int, tier: int, row: int) -> PageArray:
         """The span's pages of a class in a tier, in span-page order; empty when absent."""
-        pages: PageArray = self.pages[page_class, tier, row]
-        held: PageArray = pages[pages != NO_PAGE]
-        return held
+        return self.held(page_class, tier, slice(row, row + 1)).copy()
+
+    def held(self, page_class: int, tier: int, at: RowArray | slice) -> PageArray:
+        """Pages of spans, one after the other. Perhaps a view: not to be kept over a change."""
+        pages: PageArray = self.pages[page_class, tier, at]
+        there = pages != NO_PAGE
+        return pages.reshape(-1) if all_true(there) else pages[there]
 
     def put(self, page_class: int, tier: int, row: int, pages: PageArray, state: CopyState) -> None:
         """Gives an absent copy its pages."""
@@ -207,7 +210,7 @@ class SpanTable:
     def drop(self, page_class: int, tier: int, row: int) -> PageArray:
         """Takes a copy away from the span; its pages are returned, to be freed by the caller."""
         assert self.copies[page_class, tier, row] != ABSENT
-        pages = self.page_list(page_class, tier, row).copy()
+        pages = self.page_list(page_class, tier, row)
         self.pages[page_class, tier, row] = NO_PAGE
         self.copies[page_class, tier, row] = ABSENT
         self.redundant[row] = False
@@ -216,9 +219,7 @@ class SpanTable:
 
     def page_lists(self, page_class: int, tier: int, rows: RowArray) -> PageArray:
         """`page_list` of several spans, one after the other."""
-        pages: PageArray = self.pages[page_class, tier, as_range(rows)]
-        held: PageArray = pages[pages != NO_PAGE]
-        return held
+        return self.held(page_class, tier, as_range(rows)).copy()
 
     def put_many(
         self, page_class: int, tier: int, rows: RowArray, widths: PageArray, pages: PageArray, state: CopyState

@@ -86,6 +86,11 @@ class ChainSpec:
         return tuple((c, tier) for c, names in enumerate(self.pool_names) for tier, name in enumerate(names) if name)
 
     @cached_property
+    def offloads(self) -> bool:
+        """Whether some class can leave the device."""
+        return any(c.host_pool for c in self.classes)
+
+    @cached_property
     def widest(self) -> int:
         """Most page indexes a span takes."""
         return max(self.span_pages(self.order), self.span_pages(self.imported_order))

@@ -209,7 +209,7 @@ def _close(state: State, engine: Engine, entry: FenceEntry, close: Close) -> Non
     request = state.request(engine, close.request_id)
     if request.phase is Phase.CLOSING:
         raise InvalidArgument(f"request {close.request_id} is closing already")
-    assert close.closing in Closing
+    assert isinstance(close.closing, Closing)
     if close.closing is Closing.RETRACTED:
         retract(state, entry, request)
         return

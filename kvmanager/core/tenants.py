@@ -29,17 +29,16 @@ NOBODY = -1
 
 
 class Tenants:
-    """Who the namespaces belong to. `numbers`: tenant by name; `of_namespace[n]`: tenant number of namespace n."""
+    """Who the namespaces belong to. `numbers`: tenant by name; `of_namespace[n]`: tenant number of namespace n.
+
+    limited: whether any tenant has a limit; without one nothing here is ever asked, and none comes later.
+    """
 
     def __init__(self, specs: tuple[TenantSpec, ...]) -> None:
         self.specs = [replace(spec) for spec in specs]  # our own: the limits are stored apart
         self.numbers = {spec.name: number for number, spec in enumerate(specs)}
         self.of_namespace: list[int] = []
-
-    @property
-    def limited(self) -> bool:
-        """Whether any tenant has a limit; without one nothing here is ever asked."""
-        return any((spec.floor, spec.ceiling, spec.priority) != (0.0, 1.0, 0) for spec in self.specs)
+        self.limited = any((spec.floor, spec.ceiling, spec.priority) != (0.0, 1.0, 0) for spec in specs)
 
     def name_namespace(self, namespace: int, tenant: str) -> None:
         """A namespace, numbered in the order of their first registration, is this tenant's."""
