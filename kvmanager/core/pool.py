@@ -74,12 +74,12 @@ class PageSpace:
         self.generation[at] += 1
 
     def _move(self, at: PageArray | slice | int, pages: PageArray, source: PageState, target: PageState) -> None:
-        wrong = self.state[at] != source
+        wrong = self.state[at] != int(source)
         if wrong if isinstance(at, int) else wrong.any():
             page = int(pages[np.argmax(wrong)])
             found = PageState(int(self.state[page])).name
             raise AssertionError(f"{self.name}: page {page} is {found}, not {source.name}")
-        self.state[at] = target
+        self.state[at] = int(target)  # numpy looks long at an enum
         self.counts[source] -= len(pages)
         self.counts[target] += len(pages)
 
@@ -95,7 +95,7 @@ class PageSpace:
         else:
             left = dict(enumerate(np.bincount(held, minlength=STATES).tolist()))
         assert not left.get(_FREE), f"{self.name}: a free page can't become {target.name}"
-        self.state[at] = target
+        self.state[at] = int(target)
         for state, count in left.items():
             self.counts[state] -= count
             self.counts[target] += count
