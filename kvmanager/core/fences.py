@@ -52,10 +52,7 @@ def check_names_all(engine: Engine, fence: dict[int, int]) -> None:
 
 def reached(state: State, entry: FenceEntry) -> bool:
     """Every word reached its value; a dead rank's entry may pass without that."""
-    for attach, value in entry.fence.items():
-        if state.timelines.get(attach, 0) < value:
-            return False
-    return True
+    return all(state.timelines.get(attach, 0) >= value for attach, value in entry.fence.items())
 
 
 def _free_truncated(group: Group, engine: Engine, entry: FenceEntry) -> None:

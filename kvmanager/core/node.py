@@ -96,10 +96,7 @@ class Node:
             case TimelinesRead():
                 # Fences are looked at whenever one is added, or a value or a rank's life changes.
                 known = state.timelines
-                for attach, value in event.values.items():
-                    if value > known.get(attach, value):
-                        return False
-                return True
+                return all(value <= known.get(attach, value) for attach, value in event.values.items())
             case Tick():
                 waiting = any(group.blocked or any(group.declined) for group in state.groups.values())
                 late = any(is_late(state, now) for is_late in _LATE)
