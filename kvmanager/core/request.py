@@ -47,29 +47,29 @@ class RequestChain:
     end_token: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._measure()
+        self.end_token = self.measured()
 
-    def _measure(self) -> None:
+    def measured(self) -> int:
+        """What `end_token` is by the spans."""
         if len(self.rows) == 0:
-            self.end_token = 0
-            return
+            return 0
         last, table = self.rows.last, self.chain.table
-        self.end_token = table.first_token.item(last) + table.segments.item(last) * self.chain.spec.page_rows
+        return table.first_token.item(last) + table.segments.item(last) * self.chain.spec.page_rows
 
     def extend(self, rows: RowArray) -> None:
         """More spans at the end."""
         self.rows.extend(rows)
-        self._measure()
+        self.end_token = self.measured()
 
     def append(self, row: int) -> None:
         """One more."""
         self.rows.append(row)
-        self._measure()
+        self.end_token = self.measured()
 
     def pop(self) -> int:
         """Takes the last span away."""
         row = self.rows.pop()
-        self._measure()
+        self.end_token = self.measured()
         return row
 
     def ordinal(self, row: int) -> int | None:

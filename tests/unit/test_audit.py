@@ -141,7 +141,11 @@ def _promise(state: State) -> None:
 
 
 def _span_of_a_request(state: State) -> None:
-    next(iter(state.holders(next(iter(state.groups))))).chains[0].rows.pop()
+    next(iter(state.holders(next(iter(state.groups))))).chains[0].pop()
+
+
+def _end_of_a_chain(state: State) -> None:
+    next(iter(state.holders(next(iter(state.groups))))).chains[0].end_token += 1
 
 
 def _timeline(state: State) -> None:
@@ -176,7 +180,8 @@ LIES: dict[str, tuple[Callable[[State], None], str]] = {
     "a page's state": (_page_state, "not ready|counters"),
     "a pool's counter": (_counter, "sum to|counters"),
     "a promise": (_promise, "promised"),
-    "a request's span": (_span_of_a_request, "pins of spans"),
+    "a request's span": (_span_of_a_request, "pins of spans|it is owed"),
+    "an end of a chain": (_end_of_a_chain, "pages up to"),
     "a timeline": (_timeline, "timelines of"),
 }  # fmt: skip
 
