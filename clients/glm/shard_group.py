@@ -23,7 +23,7 @@ class ShardGroup:
     """A shard of one request's rows and a workspace on each of N ranks, and one model for all of them."""
 
     def __init__(
-        self, model: Glm, memories: Sequence[Bytes], spaces: Sequence[Workspace], layout: KVLayout,
+        self, model: Glm, memories: Sequence[Bytes | Tensor], spaces: Sequence[Workspace], layout: KVLayout,
         geometry: ShardGeometry,
     ) -> None:  # fmt: skip
         """`memories`, `spaces`: of the ranks, in their order; a step takes each workspace as one lease.

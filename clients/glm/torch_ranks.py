@@ -8,10 +8,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvmanager.clients.glm.ranks import Gather
+from kvmanager.clients.glm.ranks import Gather, RankGroup
 from kvmanager.errors import InvalidArgument, PeerUnreachable
 
 GATHER_TIMEOUT_S: Final = 60.0
@@ -73,6 +74,40 @@ class TorchRank:
             self._lost = f"rank {self.rank} of {self.size}: a rank of the engine is gone or does not come: {error}"
             dist.destroy_process_group()
         return PeerUnreachable(self._lost)
+
+
+class _Fetched:
+    """A gather on a GPU whose result is wanted elsewhere."""
+
+    def __init__(self, gather: Gather, gathered: Tensor, received: Tensor) -> None:
+        self._gather = gather
+        self._gathered = gathered
+        self._received = received
+
+    def wait(self) -> list[Tensor]:
+        self._gather.wait()
+        self._received.copy_(self._gathered)
+        return list(self._received.unbind())
+
+
+class ThroughDevice:
+    """A rank that computes elsewhere than where its group exchanges: a model on the CPU, over NCCL.
+
+    What lies on `device` is gathered in place; all else goes by way of it.
+    """
+
+    def __init__(self, ranks: RankGroup, device: torch.device) -> None:
+        self.rank, self.size = ranks.rank, ranks.size
+        self._ranks = ranks
+        self._device = device
+
+    def start_gather(self, tensor: Tensor, received: Tensor) -> Gather:
+        """See `RankGroup.start_gather`."""
+        sent = tensor.to(self._device)
+        if received.device == self._device:
+            return self._ranks.start_gather(sent, received)
+        gathered = torch.empty(received.shape, dtype=received.dtype, device=self._device)
+        return _Fetched(self._ranks.start_gather(sent, gathered), gathered, received)
 
 
 @contextlib.contextmanager

@@ -47,6 +47,11 @@ class Workspace:
         self.leases = 0
         """Leases so far."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self._memory.device
+
     def lease(self, rows: int) -> tuple[FullCopy, FullCopy]:
         """Takes it for a step: a copy of `rows` rows to compute from, one to gather the next layer in.
 
@@ -112,6 +117,8 @@ class _Step:
 class GatheredStore:
     """A `KVStore` over one rank's shard whose reads come from a full copy of the layer being computed.
 
+    Rows come and go as CPU tensors, wherever shard and workspace lie.
+
     A step is `begin`, the layers in order, `end`. The first write to a layer makes it the one in the copy: earlier
     tokens' rows come from all shards, the step's own rows from the write, which has those of all ranks. The shards of
     the next layer are asked for at that time, and land in the other half of the workspace while this layer is computed.
@@ -156,19 +163,19 @@ class GatheredStore:
         self._shard.write_latent(layer, positions, rows)
         if layer in self._next:
             self._enter(layer)
-            self._running.copy.latent[self._running.rows[positions]] = rows
+            _put(self._running.copy.latent, self._running.rows[positions], rows)
 
     def write_index(self, layer: int, positions: Tensor, values: Tensor, scales: Tensor) -> None:
         """Stores keys uint8[T, 128] and scales float32[T] likewise; after the layer's latent rows."""
         self._shard.write_index(layer, positions, values, scales)
         if layer in self._next:
             step = self._of(layer)
-            step.copy.index[step.rows[positions]] = _index_rows(values, scales)
+            _put(step.copy.index, step.rows[positions], _index_rows(values, scales))
 
     def index_keys(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
         """(uint8[tokens, 128], float32[tokens]) of positions 0..tokens-1."""
         step = self._of(layer)
-        rows = step.copy.index[step.rows[:tokens]]
+        rows = _get(step.copy.index, step.rows[:tokens])
         scales = rows[:, INDEX_VALUE_BYTES:].contiguous().view(torch.float32).view(-1)
         return rows[:, :INDEX_VALUE_BYTES], scales
 
@@ -178,7 +185,7 @@ class GatheredStore:
     def latent_rows(self, layer: int, selection: Tensor) -> Tensor:
         """uint8[T, k, 656]."""
         step = self._of(layer)
-        return step.copy.latent[step.rows[selection.clamp(min=0)]]
+        return _get(step.copy.latent, step.rows[selection.clamp(min=0)])
 
     @property
     def _running(self) -> _Step:
@@ -222,6 +229,15 @@ class GatheredStore:
         assert step.coming is not None
         shards = rows.view(self._ranks.size, step.longest, rows.shape[1])
         step.coming.gathers.append(self._ranks.start_gather(pad_to(shard, step.longest), shards))
+
+
+def _put(copy: Tensor, at: Tensor, rows: Tensor) -> None:
+    """Stores rows of the CPU, wherever the copy lies."""
+    copy[at.to(copy.device)] = rows.to(copy.device)
+
+
+def _get(copy: Tensor, at: Tensor) -> Tensor:
+    return copy[at.to(copy.device)].cpu()
 
 
 def _index_rows(values: Tensor, scales: Tensor) -> Tensor:

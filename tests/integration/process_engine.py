@@ -31,18 +31,26 @@ ROOT = Path(__file__).parents[2]
 class RankProcesses:
     """The ranks, told what to do all at once."""
 
-    def __init__(self, runtime_dir: Path, engine: str, epoch: int, size: int, meeting: Path) -> None:
+    def __init__(self, runtime_dir: Path, engine: str, epoch: int, size: int, meeting: Path, backend: str) -> None:
         path = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        each: list[dict[str, str]] = [{} for _ in range(size)]
+        if backend == "nccl":
+            environment["NCCL_DEBUG"] = "WARN"
+            if torch.cuda.device_count() < size:
+                # Ranks on one GPU are refused as long as they say that they are of one machine.
+                environment |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
+                each = [{"NCCL_HOSTID": f"rank-{rank}"} for rank in range(size)]
         command = [sys.executable, str(Path(__file__).parent / "rank_process.py"), str(runtime_dir), engine, str(epoch)]
         self.processes = [
             subprocess.Popen(
-                [*command, str(rank), str(size), str(meeting)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                text=True, env=environment,
+                [*command, str(rank), str(size), str(meeting), backend], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                text=True, env={**environment, **each[rank]},
             )
             for rank in range(size)
         ]  # fmt: skip
-        self._answers()
+        self.began = self._answers()
+        """What each said when it had joined the others."""
 
     def ask(self, do: str, **order: Any) -> list[dict[str, Any]]:
         """What each rank answers. Raises PeerUnreachable where one lost another."""
@@ -90,14 +98,15 @@ class RankProcesses:
 class _Engine(AttachedEngine):
     """As its base class, but that the ranks are elsewhere."""
 
-    def __init__(self, runtime_dir: Path, name: str, group: str, ranks: int, meeting: Path) -> None:
+    def __init__(self, runtime_dir: Path, name: str, group: str, ranks: int, meeting: Path, backend: str) -> None:
         self._attachment = attach(runtime_dir, "engine", name)
         self._channel = grpc_channel(self._attachment)
         self.client = EngineClient(
             self._channel, engine=name, group=group, namespace=NAMESPACE, layout_fingerprints=[LAYOUT.fingerprint],
             ranks=ranks, renew=self._renew,
         )  # fmt: skip
-        self.workers = RankProcesses(runtime_dir, name, self.client.epoch, ranks, meeting)  # type: ignore[assignment]
+        processes = RankProcesses(runtime_dir, name, self.client.epoch, ranks, meeting, backend)
+        self.workers = processes  # type: ignore[assignment]
 
     def _renew(self) -> int:
         late = [answer["why"] for answer in self.workers.ask("renew") if not answer["boot_id"]]
@@ -116,9 +125,9 @@ class _Engine(AttachedEngine):
 class ProcessEngine(ModeEngine):
     """PCP x DCP and DCP decode over rank processes."""
 
-    def __init__(self, runtime_dir: Path, name: str, meeting: Path) -> None:
+    def __init__(self, runtime_dir: Path, name: str, meeting: Path, backend: str = "gloo") -> None:
         self.mode, self.short = MODES["PCPxDCP"], ShortPrompts.MQA
-        self.engine = _Engine(runtime_dir, name, self.mode.group, self.mode.ranks, meeting)
+        self.engine = _Engine(runtime_dir, name, self.mode.group, self.mode.ranks, meeting, backend)
         self._requests = 0
 
     @property

@@ -1,7 +1,8 @@
-"""One rank of an engine as a process of its own: `python rank_process.py RUNTIME_DIR ENGINE EPOCH RANK SIZE MEETING`.
+"""One rank of an engine as a process: `python rank_process.py RUNTIME_DIR ENGINE EPOCH RANK SIZE MEETING BACKEND`.
 
-Attached to the node as a worker, in a torch.distributed group (gloo) with the other ranks. Obeys lines of JSON on stdin
-and answers each with one; an error that it can't mend is an answer too, and its end.
+Attached to the node as a worker, in a torch.distributed group with the other ranks: over gloo, or over NCCL on a GPU
+node, where shards and workspace lie in the daemon's HBM and the model computes on the CPU all the same. Obeys lines of
+JSON on stdin and answers each with one; an error that it can't mend is an answer too, and its end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvmanager.clients.glm.lent_workspace import LentWorkspace
 from kvmanager.clients.glm.pcp_rank import prefill_over_shards
 from kvmanager.clients.glm.ranks import RankGroup
 from kvmanager.clients.glm.shard_store import ShardStore
-from kvmanager.clients.glm.torch_ranks import join_ranks
+from kvmanager.clients.glm.torch_ranks import ThroughDevice, join_ranks
 from kvmanager.clients.glm.workspace import GatheredStore, Workspace
 from kvmanager.clients.worker import WorkerGroup, connect_worker
 from kvmanager.errors import KVError, PoolExhausted
@@ -39,6 +40,7 @@ class Rank:
     def __init__(self, workers: WorkerGroup, ranks: RankGroup, space: Workspace) -> None:
         self._workers, self._ranks, self._space = workers, ranks, space
         (self._worker,) = workers.ranks
+        self.device = getattr(self._worker.classes["kv"].device, "device", "cpu")
         self._store = ShardStore(self._worker.classes["kv"].device, LAYOUT, MODE.geometry, self._worker.rank)
 
     def pages(self, pages: list[int]) -> dict[str, Any]:
@@ -79,14 +81,23 @@ def say(**words: Any) -> None:
     print(json.dumps(words), flush=True)
 
 
-def main(runtime_dir: str, engine: str, epoch: str, rank: str, size: str, meeting: str) -> None:
+def exchanging(ranks: RankGroup, backend: str) -> RankGroup:
+    """Over NCCL what is exchanged goes by way of this rank's GPU: its own, or one for all where there are too few."""
+    if backend == "gloo":
+        return ranks
+    return ThroughDevice(ranks, torch.device("cuda", torch.cuda.current_device()))
+
+
+def main(runtime_dir: str, engine: str, epoch: str, rank: str, size: str, meeting: str, backend: str) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(int(rank) if torch.cuda.device_count() >= int(size) else 0)
     workers = WorkerGroup([connect_worker(Path(runtime_dir), engine, int(epoch), int(rank))])
     lent = LentWorkspace(Path(runtime_dir), workspace_group(MODE.group, int(rank)), engine, int(rank), ROWS)
     try:
-        with join_ranks(Path(meeting), int(rank), int(size), timeout_s=120.0) as ranks:
-            one = Rank(workers, ranks, lent.space)
-            say(attached=True)
+        with join_ranks(Path(meeting), int(rank), int(size), backend=backend, timeout_s=120.0) as ranks:
+            one = Rank(workers, exchanging(ranks, backend), lent.space)
+            say(attached=True, workspace=str(lent.space.device), shard=str(one.device))
             for line in sys.stdin:
                 order = json.loads(line)
                 say(**getattr(one, order.pop("do"))(**order))

@@ -22,11 +22,12 @@ WORKSPACE_PAGE = ROWS * TOKEN_BYTES
 WORKSPACE_BYTES = -(-workspace_bytes(SHARDED, 4 * SHARDED.span_tokens) // WORKSPACE_PAGE) * WORKSPACE_PAGE
 
 
-def shards_toml(runtime_dir: Path, *, name: str) -> str:
+def shards_toml(runtime_dir: Path, *, name: str, device: str = "cpu") -> str:
     return f"""
 [node]
 name = "{name}"
 runtime_dir = "{runtime_dir}"
+device = "{device}"
 spare = false
 [mover]
 staging_bytes = "4 MiB"

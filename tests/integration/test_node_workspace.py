@@ -29,11 +29,12 @@ WORKSPACE = -(-workspace_bytes(SHARDED, PROMPT) // PAGE) * PAGE
 SESSION = pb.SessionHint(session_id="s")
 
 
-def workspace_toml(runtime_dir: Path, *, name: str) -> str:
+def workspace_toml(runtime_dir: Path, *, name: str, device: str = "cpu") -> str:
     return f"""
 [node]
 name = "{name}"
 runtime_dir = "{runtime_dir}"
+device = "{device}"
 spare = false
 [mover]
 staging_bytes = "4 MiB"
