@@ -5,19 +5,19 @@ Calls may be repeated: a lease's id is chosen by the engine. The client decides 
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 import numpy as np
 
 from kvmanager.clients.attach import Attachment, attach, grpc_channel
+from kvmanager.clients.callstream import CallStream, Question, reason_of
 from kvmanager.clients.engine import EngineClient
 from kvmanager.clients.rankmemory import Memory
 from kvmanager.clients.worker import WorkerGroup, WorkerRank, connect_worker
@@ -27,15 +27,13 @@ from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.units import SECOND_NS
 from kvmanager.wire import (
-    ERROR_METADATA_KEY,
     TEXT_CHARS,
-    error_from_proto,
-    error_from_rpc,
     pack_u32,
     unpack_u32,
     unpack_u64,
 )
 
+T = TypeVar("T")
 LEASE_TTL_NS: Final = 60 * SECOND_NS
 CALL_TIMEOUT_S: Final = 5.0
 """The daemon answers from memory; a call that takes this long is not answered."""
@@ -54,33 +52,30 @@ class Lease:
     sums: dict[int, bytes] = field(default_factory=dict)
 
 
-class _CallStream:
-    """A stream of calls, each answered in its turn: a queue going out, a thread reading in."""
+class Questions:
+    """Lease calls of one registered engine that change nothing which a repeat would not, as messages."""
 
-    def __init__(self, stub: pb_grpc.EngineStub) -> None:
-        self._outgoing: queue.SimpleQueue[pb.CacheCall | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[pb.CacheAnswer | grpc.RpcError | None] = queue.SimpleQueue()
-        self._call = stub.CacheCalls(iter(self._outgoing.get, None))
-        threading.Thread(target=self._read, name="cache-calls", daemon=True).start()
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
 
-    def _read(self) -> None:
-        try:
-            for answer in self._call:
-                self._answers.put(answer)
-            self._answers.put(None)
-        except grpc.RpcError as error:
-            self._answers.put(error)
-        finally:
-            self._outgoing.put(None)
+    def lookup(self, keys: bytes, tokens: int) -> Question[int]:
+        """Tokens of the prefix that the cache holds now; pins nothing."""
+        client = self._client
+        request = pb.LookupRequest(boot_id=client.boot_id, epoch=client.epoch, keys=keys, prompt_tokens=tokens)
+        return Question(pb.CacheCall(lookup=request), lambda answer: int(answer.lookup.cached_tokens))
 
-    def ask(self, call: pb.CacheCall, timeout_s: float) -> pb.CacheAnswer | grpc.RpcError | None:
-        """The answer; why the stream broke; None for its end. Raises queue.Empty after `timeout_s`."""
-        self._outgoing.put(call)
-        return self._answers.get(timeout=timeout_s)
+    def acquire(
+        self, lease_id: int, keys: bytes, lease_ttl_ns: int = LEASE_TTL_NS, name: str = ""
+    ) -> Question[Lease]:  # fmt: skip
+        """Pins the longest known prefix of the keys; none known: there is no lease.
 
-    def close(self) -> None:
-        """Ends it at once."""
-        self._call.cancel()
+        `name`: the engine's own of the request that it is for; `explain` knows it by that.
+        """
+        request = pb.AcquireRequest(
+            boot_id=self._client.boot_id, epoch=self._client.epoch, request_id=lease_id, keys=keys,
+            lease_ttl_ns=lease_ttl_ns, name=name,
+        )  # fmt: skip
+        return Question(pb.CacheCall(acquire=request), lambda answer: _acquired(answer.acquire))
 
 
 class LeaseCalls:
@@ -93,26 +88,17 @@ class LeaseCalls:
         self._stub = pb_grpc.EngineStub(channel)
         self._client = client
         self._timeout_s = timeout_s
+        self._questions = Questions(client)
         self._lock = threading.Lock()
-        self._stream: _CallStream | None = None
+        self._stream: CallStream | None = None
 
     def lookup(self, keys: bytes, tokens: int) -> int:
-        """Tokens of the prefix that the cache holds now; pins nothing."""
-        client = self._client
-        request = pb.LookupRequest(boot_id=client.boot_id, epoch=client.epoch, keys=keys, prompt_tokens=tokens)
-        return int(self._ask(pb.CacheCall(lookup=request)).lookup.cached_tokens)
+        """See `Questions.lookup`."""
+        return self._answered(self._questions.lookup(keys, tokens))
 
     def acquire(self, lease_id: int, keys: bytes, lease_ttl_ns: int = LEASE_TTL_NS, name: str = "") -> Lease:
-        """Pins the longest known prefix of the keys; none known: there is no lease.
-
-        `name`: the engine's own of the request that it is for; `explain` knows it by that.
-        """
-        request = pb.AcquireRequest(
-            boot_id=self._client.boot_id, epoch=self._client.epoch, request_id=lease_id, keys=keys,
-            lease_ttl_ns=lease_ttl_ns, name=name,
-        )  # fmt: skip
-        reply = self._ask(pb.CacheCall(acquire=request)).acquire
-        return _lease(reply.tokens, reply.spans, _sums(reply))
+        """See `Questions.acquire`."""
+        return self._answered(self._questions.acquire(lease_id, keys, lease_ttl_ns, name))
 
     def done(
         self, lease_id: int, fence: pb.Fence | None = None, failed_pages: Sequence[int] = (), failure: str = ""
@@ -125,7 +111,7 @@ class LeaseCalls:
             boot_id=self._client.boot_id, epoch=self._client.epoch, lease_id=lease_id,
             failed_pages=pack_u32(failed_pages), fence=fence, failure=failure[:TEXT_CHARS],
         )  # fmt: skip
-        self._ask(pb.CacheCall(done=request))
+        self._answered(Question(pb.CacheCall(done=request), lambda _: None))
 
     def reserve(
         self, lease_id: int, keys: bytes, session_id: str = "", lease_ttl_ns: int = LEASE_TTL_NS,
@@ -161,58 +147,43 @@ class LeaseCalls:
 
     def _store(self, **step: Any) -> pb.StoreReply:
         request = pb.StoreRequest(boot_id=self._client.boot_id, epoch=self._client.epoch, **step)
-        return self._ask(pb.CacheCall(store=request)).store
+        return self._answered(Question(pb.CacheCall(store=request), lambda answer: answer.store))
 
-    def _ask(self, call: pb.CacheCall) -> pb.CacheAnswer:
+    def _answered(self, question: Question[T]) -> T:
         """Asks, and once more on a new stream when the one there was has broken: calls may be repeated."""
-        call.timeout_ns = int(self._timeout_s * SECOND_NS)
         with self._lock:
-            fresh = self._stream is None
-            answer = self._exchange(call)
-            if not fresh and not isinstance(answer, pb.CacheAnswer):
-                answer = self._exchange(call)
-        if answer is None:
-            raise NotReady("the daemon does not answer: it ended the stream")
-        if isinstance(answer, grpc.RpcError):
-            raise _reason(answer) from answer
-        if answer.HasField("error"):
-            raise error_from_proto(answer.error)
-        return answer
+            known = self._stream
+            try:
+                return self._exchange(question)
+            except KVError:
+                if known is None or not known.broken or self._stream is not known:
+                    raise
+            return self._exchange(question)
 
-    def _exchange(self, call: pb.CacheCall) -> pb.CacheAnswer | grpc.RpcError | None:
-        if self._stream is None:
-            self._stream = _CallStream(self._stub)
+    def _exchange(self, question: Question[T]) -> T:
+        if self._stream is None or self._stream.broken:
+            self._stream = CallStream(self._stub, self._timeout_s)
         try:
-            answer = self._stream.ask(call, self._timeout_s)
-        except queue.Empty:
-            self._stream.close()  # an answer that comes late would pass for the next one's
+            return self._stream.ask(lambda: question).result(self._timeout_s)
+        except TimeoutError:
+            self._stream.close()
             self._stream = None
             raise NotReady(f"the daemon does not answer within {self._timeout_s:g} s") from None
-        if not isinstance(answer, pb.CacheAnswer):
-            self._stream = None
-        return answer
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
         try:
             return method(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
-            raise _reason(error) from error
-
-
-def _reason(error: grpc.RpcError) -> KVError:
-    """The daemon's own word, else that it does not answer."""
-    return error_from_rpc(error) if _typed(error) else NotReady(f"the daemon does not answer: {error.code().name}")
-
-
-def _typed(error: grpc.RpcError) -> bool:
-    """Whether the daemon itself refused."""
-    metadata: Any = error.trailing_metadata()
-    return any(key == ERROR_METADATA_KEY for key, _ in metadata or ())
+            raise reason_of(error) from error
 
 
 def _lease(tokens: int, spans: Sequence[pb.SpanRun], sums: dict[int, bytes]) -> Lease:
     uids = [uid for run in spans for uid in unpack_u64(run.uids, "uids").tolist()]
     return Lease(tokens, lease_pages(spans), uids, sums)
+
+
+def _acquired(reply: pb.AcquireReply) -> Lease:
+    return _lease(reply.tokens, reply.spans, _sums(reply))
 
 
 def _sums(reply: pb.AcquireReply) -> dict[int, bytes]:

@@ -43,6 +43,11 @@ class Wanted:
     segment_tokens: int
 
     @property
+    def tokens(self) -> int:
+        """Of the segments."""
+        return self.segments * self.segment_tokens
+
+    @property
     def keys(self) -> bytes:
         """Of the segments, one after the other."""
         return b"".join(self.about.keys[: self.segments])
@@ -51,7 +56,7 @@ class Wanted:
     def token_ids(self) -> bytes:
         """Of the segments, u32; empty where they are not told."""
         ids = self.about.token_ids
-        return np.asarray(ids[: self.segments * self.segment_tokens], "<u4").tobytes() if len(ids) else b""
+        return np.asarray(ids[: self.tokens], "<u4").tobytes() if len(ids) else b""
 
 
 @dataclass(frozen=True, slots=True)

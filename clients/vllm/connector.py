@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvmanager.clients.engine_memory import EngineMemory
-from kvmanager.clients.vllm.answers import Bell
+from kvmanager.clients.vllm.bell import Bell
 from kvmanager.clients.vllm.blocks import EngineBlocks
 from kvmanager.clients.vllm.copying import Copying
 from kvmanager.clients.vllm.engine_pool import Pool, engine_pool
@@ -38,7 +38,7 @@ from kvmanager.protos import kvmanager_pb2 as pb
 F = TypeVar("F", bound=Callable[..., Any])
 IDLE_S: Final = 50e-6
 """What a step without tokens leaves to other threads, where nobody rings the bell."""
-IDLE_MOST_S: Final = 1e-3
+IDLE_MOST_S: Final = 5e-3
 """The same where it is rung: whoever comes meanwhile waits no longer."""
 _log = logging.getLogger("vllm.kvmanager")
 
@@ -271,8 +271,8 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # Such steps follow each other without end: the threads that bring the answers need the interpreter.
             if step.bell is None:
                 time.sleep(IDLE_S)
-            elif step.bell.wait(IDLE_MOST_S):
-                step.bell.quiet()
+            else:
+                step.bell.wait(IDLE_MOST_S)
         return self._copying.released() or None, self._copying.received() or None
 
     def _without_copies(self) -> tuple[set[str] | None, set[str] | None]:

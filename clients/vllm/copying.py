@@ -1,7 +1,8 @@
 """The workers' side: attaches a rank, copies as ordered, and says how it ended.
 
-Saves run in the engine's thread, since a block may hold something else in the next step; loads in a thread of their
-own. The rank's timeline word is raised behind each copy, and the report names the value.
+Saves of running requests run in the engine's thread, since a block may hold something else in the next step; those of
+requests that ended, whose blocks are kept for them, and loads in threads of their own. The rank's timeline word is
+raised behind each copy, and the report names the value.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final
 
 from kvmanager.clients.leases import page_rows
 from kvmanager.clients.rankmemory import Memory
-from kvmanager.clients.vllm.answers import Bell
+from kvmanager.clients.vllm.bell import Bell
 from kvmanager.clients.vllm.blocks import EngineBlocks
 from kvmanager.clients.vllm.orders import Ended, LoadOrder, Orders, Report, SaveOrder
 from kvmanager.clients.worker import WorkerRank
@@ -50,7 +51,11 @@ class Copying:
         self._said = 0
         self._bell: Bell | None = None
         self._loads: queue.SimpleQueue[tuple[int, LoadOrder] | None] = queue.SimpleQueue()
+        self._kept: queue.SimpleQueue[tuple[int, SaveOrder] | set[str] | None] = queue.SimpleQueue()
+        self._unsaved = 0
         self._stopping = False
+        self._saver = threading.Thread(target=self._save_kept, name="kvmanager-saves", daemon=True)
+        self._saver.start()
         self._thread = threading.Thread(target=self._run, name="kvmanager-copies", daemon=True)
         self._thread.start()
 
@@ -63,12 +68,37 @@ class Copying:
             self._wanted_epoch = orders.epoch
         for load in orders.loads:
             self._loads.put((orders.epoch, load))
-        self._released.update(orders.released)
 
     def save(self, orders: Orders) -> None:
-        """Does a step's saves; blocks until they are done."""
+        """Does a step's saves, and blocks until they are done, but for those of blocks that are kept."""
         for order in orders.saves:
-            self._save(orders.epoch, order)
+            if order.kept:
+                self._count_unsaved(1)
+                self._kept.put((orders.epoch, order))
+            else:
+                self._save(orders.epoch, order)
+        if orders.released:
+            released = set(orders.released)
+            with self._lock:
+                if not self._unsaved:
+                    self._released |= released
+                    return
+            self._count_unsaved(1)
+            self._kept.put(released)  # behind the copies of their blocks
+
+    def _count_unsaved(self, more: int) -> None:
+        with self._lock:
+            self._unsaved += more
+
+    def _save_kept(self) -> None:
+        """The thread of saves that take their time."""
+        while (wanted := self._kept.get()) is not None:
+            if isinstance(wanted, set):
+                with self._lock:
+                    self._released |= wanted
+            else:
+                self._save(*wanted)
+            self._count_unsaved(-1)
 
     def _save(self, epoch: int, order: SaveOrder) -> None:
         ok, sums = False, {}
@@ -90,7 +120,8 @@ class Copying:
 
     def released(self) -> set[str]:
         """Requests whose blocks are not needed any more."""
-        released, self._released = self._released, set()
+        with self._lock:
+            released, self._released = self._released, set()
         return released
 
     def lost_blocks(self) -> set[int]:
@@ -114,6 +145,8 @@ class Copying:
         """Ends the thread and detaches."""
         self._stopping = True
         self._loads.put(None)
+        self._kept.put(None)
+        self._saver.join(timeout=5.0)
         self._thread.join(timeout=5.0)
         self._detach()
 
@@ -163,7 +196,7 @@ class Copying:
             self._lost.update(lost)
             self._received.add(order.request_id)
         if self._bell is not None:
-            self._bell.ring()
+            self._bell.rung.set()
 
     def _differing(self, rows: Memory, sums: Mapping[int, bytes]) -> list[int]:
         """Pages whose bytes are not those that were written."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from kvmanager.clients.leases import Lease
-from kvmanager.clients.vllm.answers import Answer, Bell
+from kvmanager.clients.callstream import Answer, Question
+from kvmanager.clients.leases import Lease, Questions
+from kvmanager.clients.vllm.bell import Bell
 from kvmanager.clients.vllm.calls import About, EngineCalls, Passed
 from kvmanager.clients.vllm.orders import Ended
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -24,7 +25,7 @@ class Line(Protocol):
     checksum_one_in: int
     bell: Bell
 
-    def read(self, call: Callable[[EngineCalls], object]) -> Answer[object]:
+    def read(self, make: Callable[[Questions], Question[Any]]) -> Answer[Any]:
         """At once, beside everything else, or fails."""
         ...
 
@@ -169,6 +170,7 @@ class Pull:
             self.lease = answer
             if answer is None:
                 self.landing = line.landed(self.request_id)
+                self.landing.wake(line.bell.rung)
         return self.lease is None
 
 
@@ -183,6 +185,7 @@ class Held:
     no other. export_tokens: of a prompt that is to be handed over and is not asked for yet, 0: none.
     """
 
+    request_id: str
     keys: Sequence[bytes]
     about: About
     lookup: Answer[object] | None = None
@@ -206,6 +209,29 @@ class Held:
     delayed: bool = False
     stop_reason: str = ""
 
+
+    def come_to(self, end: int, block_tokens: int, block_ids: Callable[[str], Sequence[int]]) -> bool:
+        """`end` tokens are computed after the step; whether there are other full blocks, or keys, than there were.
+
+        Of many requests that decode few have. Only then it is asked for its block ids.
+        """
+        full, keys = end // block_tokens, len(self.keys)
+        self.end = end
+        if full == self.full and keys == self.keys_seen and self.blocks:
+            return False
+        self.blocks, self.full, self.keys_seen = list(block_ids(self.request_id)), full, keys
+        self.final = min(full, keys, len(self.blocks))
+        return True
+
+    def preempt(self) -> None:
+        """Its blocks are others' from now on."""
+        self.end, self.full, self.final, self.blocks = 0, 0, 0, []
+
+    @property
+    def waits(self) -> bool:
+        """Whether it can't be scheduled before the daemon has answered."""
+        asked = self.lookup is not None or self.pull is not None or bool(self.export_tokens)
+        return asked or (self.export is not None and not self.export.granted)
 
     def settled(self) -> bool:
         """Whether nothing is to be done for it until it comes further, or something else happens to it."""

@@ -18,13 +18,15 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from kvmanager.clients.attach import Attachment, attach, grpc_channel
+from kvmanager.clients.callstream import Answer, CallStream, Question
 from kvmanager.clients.engine import EngineClient
-from kvmanager.clients.leases import Lease
-from kvmanager.clients.vllm.answers import Answer, Bell
+from kvmanager.clients.leases import Lease, Questions
+from kvmanager.clients.vllm.bell import Bell
 from kvmanager.clients.vllm.calls import EngineCalls
 from kvmanager.clients.vllm.settings import Settings
 from kvmanager.errors import KVError, NotReady, StaleBoot, StaleEpoch, Suspect, UnknownLease, VersionMismatch
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 
 LOOK_S: Final = 0.1
 """How often an idle line looks whether the daemon is still there."""
@@ -65,6 +67,8 @@ class _Connection:
             )  # fmt: skip
             self.client.step()  # its stream tells the daemon that this epoch lives
             self.calls = EngineCalls(channel, self.client, settings.call_timeout_s)
+            self.questions = Questions(self.client)
+            self._stub, self._timeout_s = pb_grpc.EngineStub(channel), settings.call_timeout_s
             self._undo = undo.pop_all()
 
     def look(self) -> None:
@@ -73,6 +77,10 @@ class _Connection:
         if boot_id != self.client.boot_id:
             self.client.boot_id = boot_id
             self.client.step()
+
+    def reads(self, heard: Callable[[KVError | None], None]) -> CallStream:
+        """A stream for questions that wait for nothing else."""
+        return CallStream(self._stub, self._timeout_s, heard)
 
     def close(self) -> None:
         """Leaves on purpose."""
@@ -95,9 +103,7 @@ class Link:
         self._again: deque[_Wanted] = deque()
         self._pulls: dict[int, Answer[Lease | None]] = {}
         self._pulls_lock = threading.Lock()
-        self._reads: queue.SimpleQueue[tuple[Call, EngineCalls, Answer[Any]] | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._run_reads, name="kvmanager-reads", daemon=True)
-        self._reader.start()
+        self._reads: tuple[CallStream, Questions] | None = None
         self._in_doubt = False
         self._stopping = False
         self.epoch = 0
@@ -105,34 +111,33 @@ class Link:
         self.up = False
         """Whether the daemon answered last."""
         self.bell = Bell()
-        """Rung with each answer."""
+        """For who waits for an answer."""
         self.checksum_one_in = 0
         """Of how many stored pages one is to have a checksum; 0: none."""
         self._refused = ""
         self._thread = threading.Thread(target=self._run, name="kvmanager-link", daemon=True)
         self._thread.start()
 
-    def read(self, call: Callable[[EngineCalls], T]) -> Answer[T]:
+    def read(self, make: Callable[[Questions], Question[T]]) -> Answer[T]:
         """Makes a call at once, beside the others, whose order does not matter to it; fails as `ask` does."""
-        answer: Answer[T] = Answer()
-        connection = self._connection
-        if not self.up or connection is None:
+        reads = self._reads
+        if not self.up or reads is None:
+            answer: Answer[T] = Answer()
             answer.set_exception(NotReady("the daemon is away"))
-        else:
-            self._reads.put((call, connection.calls, answer))
-        return answer
+            return answer
+        stream, questions = reads
+        return stream.ask(lambda: make(questions))
 
-    def _run_reads(self) -> None:
-        """The reader's thread."""
-        while (read := self._reads.get()) is not None:
-            call, calls, answer = read
-            try:
-                answer.set_result(call(calls))
-            except Exception as error:
-                answer.set_exception(error)
-                self._in_doubt = True
-                self._poke()
-            self.bell.ring()
+    def _heard(self, error: KVError | None) -> None:
+        """A read was answered, or their stream broke."""
+        if error is not None:
+            self._in_doubt = True
+            self._poke()
+
+    def _open_reads(self) -> None:
+        assert self._connection is not None
+        if self._reads is None or self._reads[0].broken:
+            self._reads = self._connection.reads(self._heard), self._connection.questions
 
     def ask(self, call: Callable[[EngineCalls], T]) -> Answer[T]:
         """Makes a call soon; fails with NotReady while the daemon is away."""
@@ -175,8 +180,6 @@ class Link:
         """Leaves; what was not heard is given up."""
         self._stopping = True
         self._wanted.put(None)
-        self._reads.put(None)
-        self._reader.join(timeout=5.0)
         self._thread.join(timeout=5.0)
 
     # ------------------------------------------------------------------------------ the thread
@@ -203,6 +206,7 @@ class Link:
             _log.info("registered as epoch %d: model %r, revision %r", self.epoch, of.model, of.weights_revision)
         else:
             self._connection.look()
+        self._open_reads()
         self.up = True
         while self._again:
             self._make(self._again[0])
@@ -214,9 +218,10 @@ class Link:
                 self._connection.look()
                 self._look_at_pulls()
                 continue
+            finally:
+                self._look_at_reads()
             if wanted is not None:
                 self._make(wanted)
-                self.bell.ring()
             else:
                 self._check_session()
                 self._look_at_pulls()
@@ -228,6 +233,11 @@ class Link:
             self._in_doubt = False
             self._connection.look()
             self._connection.client.step()
+            self._open_reads()
+
+    def _look_at_reads(self) -> None:
+        if self._reads is not None:
+            self._reads[0].end_if_overdue()
 
     def _look_at_pulls(self) -> None:
         assert self._connection is not None
@@ -248,7 +258,6 @@ class Link:
                 answer.set_exception(failure)
             else:
                 answer.set_result(lease)
-            self.bell.ring()
 
     def _make(self, wanted: _Wanted) -> None:
         """Makes one call. Raises when the daemon is away or does not know us; the call is then told, or kept."""
@@ -312,7 +321,7 @@ class Link:
         """The epoch is over: nothing of it needs an end any more."""
         if self._connection is not None:
             self._connection.close()
-        self._connection = None
+        self._connection = self._reads = None
         with self._pulls_lock:
             pulls, self._pulls = self._pulls, {}
         for pull in pulls.values():

@@ -25,13 +25,15 @@ class LoadOrder:
 class SaveOrder:
     """Copy the engine's blocks into reserved pages at the end of this step: block_ids[i] -> pages[i].
 
-    summed: pages of which checksums are made.
+    summed: pages of which checksums are made. kept: nobody writes the blocks until they are released, so that the copy
+    may take its time.
     """
 
     lease_id: int
     pages: list[int]
     block_ids: list[int]
     summed: list[int] = field(default_factory=list)
+    kept: bool = False
 
 
 @dataclass

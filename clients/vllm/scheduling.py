@@ -13,10 +13,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
+from kvmanager.clients.callstream import Answer
 from kvmanager.clients.leases import Lease
-from kvmanager.clients.vllm.answers import Answer
 from kvmanager.clients.vllm.calls import About, Exported, Passed, Wanted
 from kvmanager.clients.vllm.handover import covered
 from kvmanager.clients.vllm.holdings import Export, Held, Line, Load, Pull, Store, result_or
@@ -25,6 +25,7 @@ from kvmanager.errors import CapacityError
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import TEXT_CHARS
 
+T = TypeVar("T")
 STORE_BLOCKS: Final = 128
 """Most blocks of one reservation."""
 LOOKUP_S: Final = 1.0
@@ -67,7 +68,8 @@ class Scheduling:
         token_ids: its tokens, growing as the keys do, where KV events shall tell them.
         """
         about = About(request_id[:TEXT_CHARS], session_id, keys, token_ids)
-        held = self._held[request_id] = self._stirred[request_id] = Held(keys, about, asked_s=time.monotonic())
+        held = Held(request_id, keys, about, asked_s=time.monotonic())
+        self._held[request_id] = self._stirred[request_id] = held
         if ticket is not None:
             held.pull = Pull(ticket, covered(ticket), held.asked_s)
         elif export_tokens:
@@ -113,9 +115,8 @@ class Scheduling:
         if not self._line.up or not held.keys:
             held.known = 0
             return
-        self._line.bell.quiet()
         wanted = Wanted(held.about, len(held.keys), self._tokens)
-        held.lookup = self._line.read(lambda calls: calls.lookup(wanted.keys, wanted.segments * wanted.segment_tokens))
+        held.lookup = self._waited(self._line.read(lambda questions: questions.lookup(wanted.keys, wanted.tokens)))
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
         """The request has blocks; where the cache shall fill some, their pages are leased now."""
@@ -133,9 +134,17 @@ class Scheduling:
             return
         lease_id = self._new_lease("load", request_id)
         wanted = Wanted(held.about, first + count, self._tokens)
-        self._line.bell.quiet()
-        asked = self._line.read(lambda calls: calls.acquire(lease_id, wanted.keys, name=wanted.about.name))
+        asked = self._waited(
+            self._line.read(lambda questions: questions.acquire(lease_id, wanted.keys, name=wanted.about.name))
+        )
         held.load = Load(lease_id, first, list(block_ids[first : first + count]), asked, self._line.epoch)
+
+    def _waited(self, answer: Answer[T]) -> Answer[T]:
+        """An answer that an idle engine waits for."""
+        bell = self._line.bell.rung
+        bell.clear()  # what it was rung for is seen before the engine waits again
+        answer.wake(bell)
+        return answer
 
     def _new_lease(self, kind: str, request_id: str) -> int:
         self._next_lease += 1
@@ -159,15 +168,19 @@ class Scheduling:
         if held.export_tokens:
             lease_id, tokens, held.export_tokens = self._new_lease("store", request_id), held.export_tokens, 0
             wanted = Wanted(held.about, tokens // self._tokens, self._tokens)
-            asked = self._line.ask(lambda calls: calls.export(lease_id, wanted, tokens, passed.fence()))
+            asked = self._waited(
+                self._line.ask(lambda calls: calls.export(lease_id, wanted, tokens, passed.fence()))
+            )
             held.export = Export(lease_id, asked, self._line.epoch, tokens=tokens)
         else:
             pull = held.pull
             assert pull is not None
             pull.request_id = self._new_lease("pull", request_id)
             wanted = Wanted(held.about, pull.tokens // self._tokens, self._tokens)
-            pull.asked = self._line.ask(
-                lambda calls: calls.pull(pull.request_id, wanted, pull.tokens, passed.fence(), pull.ticket)
+            pull.asked = self._waited(
+                self._line.ask(
+                    lambda calls: calls.pull(pull.request_id, wanted, pull.tokens, passed.fence(), pull.ticket)
+                )
             )
 
     def _exporting(self, held: Held) -> bool:
@@ -258,9 +271,11 @@ class Scheduling:
         self._notice_epoch()
         for request_id in preempted:
             if request_id in self._held:
-                gone = self._held[request_id]
-                gone.end, gone.full, gone.final, gone.blocks = 0, 0, 0, []
-        self._note_progress(ends, block_ids)
+                self._held[request_id].preempt()
+        for request_id, end in ends.items():
+            running = self._held.get(request_id)
+            if running is not None and running.come_to(end, self._tokens, block_ids):
+                self._stirred[request_id] = running
         orders = Orders(self._epoch)
         for request_id, held in list(self._stirred.items()):
             self._begin_handover(request_id, held)
@@ -274,18 +289,6 @@ class Scheduling:
             elif held.settled():
                 del self._stirred[request_id]
         return orders
-
-    def _note_progress(self, ends: Mapping[str, int], block_ids: Callable[[str], Sequence[int]]) -> None:
-        """Looks at those that have another number of full blocks, or keys, than they had: few of many that decode."""
-        for request_id, end in ends.items():
-            held = self._held.get(request_id)
-            if held is None:
-                continue
-            held.end, full, keys = end, end // self._tokens, len(held.keys)
-            if full != held.full or keys != held.keys_seen or not held.blocks:
-                held.blocks, held.full, held.keys_seen = list(block_ids(request_id)), full, keys
-                held.final = min(full, keys, len(held.blocks))
-                self._stirred[request_id] = held
 
     def _notice_epoch(self) -> None:
         """A daemon that started anew knows none of our leases, and has none of our ranks."""
@@ -332,7 +335,7 @@ class Scheduling:
             ids = held.blocks[store.first + store.ordered : store.first + end]
             pages = store.pages[store.ordered : end]
             summed = store.to_be_summed(store.ordered, end, self._line.checksum_one_in)
-            orders.saves.append(SaveOrder(store.lease_id, pages, ids, summed))
+            orders.saves.append(SaveOrder(store.lease_id, pages, ids, summed, held.delayed))
             store.ordered = end
 
     def _reserve(self, request_id: str, held: Held) -> None:
@@ -485,11 +488,7 @@ class Scheduling:
     def waiting(self) -> bool:
         """Whether some request waits for the daemon or for a load."""
         loads = any(kind != "store" for kind, _ in self._leases.values())
-        return loads or any(
-            held.lookup is not None or held.pull is not None or held.export_tokens or
-            (held.export is not None and not held.export.granted)
-            for held in self._stirred.values()
-        )
+        return loads or any(held.waits for held in self._stirred.values())
 
     @property
     def busy(self) -> bool:

@@ -12,12 +12,14 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from kvmanager.clients.leases import LeaseCalls
+from kvmanager.clients.callstream import CallStream
+from kvmanager.clients.leases import LeaseCalls, Questions
 from kvmanager.errors import NotReady, StaleBoot, UnknownLease
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.wire import abort_with, error_to_proto
 
+WAIT_S = 60.0
 Answered = Callable[[pb.CacheCall, grpc.ServicerContext], pb.CacheAnswer]
 
 
@@ -38,6 +40,16 @@ class Door(pb_grpc.EngineServicer):
 
 def _tokens(call: pb.CacheCall) -> pb.CacheAnswer:
     return pb.CacheAnswer(lookup=pb.LookupReply(cached_tokens=call.lookup.prompt_tokens))
+
+
+def _once(go_on: threading.Event) -> Answered:
+    """Answers when the test says."""
+
+    def answer(call: pb.CacheCall, _context: grpc.ServicerContext) -> pb.CacheAnswer:
+        go_on.wait(WAIT_S)
+        return _tokens(call)
+
+    return answer
 
 
 @pytest.fixture
@@ -100,6 +112,46 @@ def test_a_stream_that_broke_meanwhile_is_opened_anew_once(door: tuple[Door, Lea
     with pytest.raises(NotReady, match="UNAVAILABLE"):
         calls.lookup(b"", 3)
     assert left[0] == 6, "on a new stream once"
+
+
+def test_questions_do_not_wait_for_each_other_s_answers(door: tuple[Door, LeaseCalls]) -> None:
+    servicer, calls = door
+    go_on = threading.Event()
+    servicer.answered = _once(go_on)
+    heard: list[object] = []
+    stream, questions = CallStream(calls._stub, WAIT_S, heard.append), Questions(calls._client)
+    answers = [stream.ask(lambda n=n: questions.lookup(b"", n)) for n in range(20)]  # type: ignore[misc]
+    assert not any(answer.done() for answer in answers)
+    go_on.set()
+    assert [answer.result(WAIT_S) for answer in answers] == list(range(20))
+    with pytest.raises(ZeroDivisionError):
+        stream.ask(lambda: questions.lookup(b"", 1 // 0)).result(WAIT_S)
+    assert stream.ask(lambda: questions.lookup(b"", 5)).result(WAIT_S) == 5, "the stream outlives a bad question"
+    assert heard == [None] * 21
+    stream.close()
+
+
+def test_a_stream_that_ends_fails_all_that_was_asked_and_what_is_asked_later(door: tuple[Door, LeaseCalls]) -> None:
+    servicer, calls = door
+    go_on = threading.Event()
+    servicer.answered = _once(go_on)
+    heard: list[object] = []
+    stream, questions = CallStream(calls._stub, 0.05, heard.append), Questions(calls._client)
+    answers = [stream.ask(lambda: questions.lookup(b"", 1)) for _ in range(20)]
+    give_up = time.monotonic() + WAIT_S
+    while not stream.broken and time.monotonic() < give_up:
+        stream.end_if_overdue()
+        time.sleep(0.01)
+    for answer in answers:
+        with pytest.raises(NotReady, match="CANCELLED"):
+            answer.result(WAIT_S)
+    with pytest.raises(NotReady):
+        stream.ask(lambda: questions.lookup(b"", 1)).result(WAIT_S)
+    wait = time.monotonic() + WAIT_S
+    while len(heard) < 1 and time.monotonic() < wait:
+        time.sleep(0.01)
+    assert [type(error) for error in heard] == [NotReady]
+    go_on.set()
 
 
 def test_the_daemon_s_word_at_the_stream_s_end_is_typed(door: tuple[Door, LeaseCalls]) -> None:

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from kvmanager.clients.vllm.answers import Answer, Bell
+from kvmanager.clients.callstream import Answer
+from kvmanager.clients.vllm.bell import Bell
 from kvmanager.errors import NotReady
 
 WAIT_S = 60.0
@@ -42,11 +43,21 @@ def test_who_waits_for_an_answer_is_woken() -> None:
 
 def test_a_bell_that_was_rung_before_is_heard_at_once() -> None:
     bell = Bell()
-    assert not bell.wait(0)
-    bell.ring()
-    assert bell.wait(WAIT_S)
-    bell.quiet()
-    assert not bell.wait(0)
+    bell.rung.set()
+    bell.wait(WAIT_S)
+    assert not bell.rung.is_set()
+    bell.wait(0)
+
+
+def test_a_bell_is_rung_by_an_answer_whether_it_comes_before_or_after() -> None:
+    for early in (True, False):
+        bell, answer = Bell(), Answer[int]()
+        if early:
+            answer.set_result(1)
+        answer.wake(bell.rung)
+        if not early:
+            answer.set_exception(NotReady("away"))
+        assert bell.rung.is_set()
 
 
 def test_a_bell_does_not_come_along_to_another_process() -> None:

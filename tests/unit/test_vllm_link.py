@@ -42,7 +42,14 @@ class FakeConnection:
     def __init__(self, daemon: FakeDaemon, epoch: int) -> None:
         self._daemon = daemon
         self.client = type("Client", (), {"epoch": epoch, "checksum_one_in": 0, "namespace": pb.Namespace()})()
-        self.calls = self
+        self.calls = self.questions = self
+
+    def reads(self, _heard: object) -> FakeConnection:
+        return self
+
+    broken = False
+
+    def end_if_overdue(self) -> None: ...
 
     def look(self) -> None:
         if self._daemon.gone:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvmanager.clients.callstream import Answer
 from kvmanager.clients.leases import Lease
-from kvmanager.clients.vllm.answers import Answer, Bell
+from kvmanager.clients.vllm.bell import Bell
 from kvmanager.clients.vllm.orders import Ended, Orders, Report
 from kvmanager.clients.vllm.scheduling import Scheduling
 from kvmanager.errors import NotReady, PoolExhausted

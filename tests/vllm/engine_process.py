@@ -25,6 +25,8 @@ times: dict[str, list[tuple[float, float]]] = {}
 first_asked: dict[str, float] = {}
 answered: dict[str, float] = {}
 asked: dict[str, int] = {}
+ALONE: list[str] = []
+"""Not empty: the scheduler's hooks do nothing, and their times have this name."""
 scheduler: list[Any] = []
 """The connector of the scheduler's side, once it was asked something."""
 
@@ -43,8 +45,8 @@ def timed(name: str) -> None:
             nothing(self)
             note(CONTROL, start, cpu)
         start, cpu = time.perf_counter(), time.thread_time()
-        result = hook(self, *args, **kwargs)
-        end = note(name, start, cpu)
+        result = idle_hook(name, args) if ALONE and name in HOOKS else hook(self, *args, **kwargs)
+        end = note(ALONE[0] if ALONE else name, start, cpu)
         if name == "on_new_request":
             scheduler[:] = [self]
             first_asked.setdefault(args[0].request_id, start)
@@ -57,10 +59,34 @@ def timed(name: str) -> None:
     setattr(cls, name, call)
 
 
+def idle_hook(name: str, args: Any) -> Any:
+    """A scheduler hook of a connector that does nothing, but answers a request the second time it is asked."""
+    match name:
+        case "get_num_new_matched_tokens":
+            return (0 if asked.get(args[0].request_id) else None), False
+        case "build_connector_meta":
+            return module.StepOrders()
+        case "request_finished":
+            return False, None
+    return None
+
+
 def note(name: str, start: float, cpu: float) -> float:
     cpu_s, end = time.thread_time() - cpu, time.perf_counter()
     times.setdefault(name, []).append((end - start, cpu_s))
     return end
+
+
+def engine_alone(llm: LLM, order: dict[str, Any]) -> dict[str, Any]:
+    """Prompts one after the other, with hooks that do nothing. answer_s: as `hook_times` has it."""
+    known = set(answered)
+    ALONE[:] = ["alone"]
+    for tokens in order["prompts"]:
+        generate(llm, {"prompts": [tokens], "tokens": 1})
+    ALONE.clear()
+    mine = [name for name in answered if name not in known]
+    answer_s = [answered.pop(name) - first_asked.pop(name) for name in mine]
+    return {"answer_s": answer_s, "asked": [asked.pop(name) for name in mine]}
 
 
 def generate(llm: LLM, order: dict[str, Any]) -> dict[str, Any]:
@@ -151,6 +177,7 @@ ORDERS = {
     "reset": lambda llm, _: {"reset": llm.reset_prefix_cache()},
     "metrics": metrics,
     "times": hook_times,
+    "engine_alone": engine_alone,
     "lookups": lambda _, order: {"lookup_s": lookups_s(order["keys"], order["count"])},
     "abort": lambda llm, order: abort_while_loading(llm, order),
     "break_loads": lambda _llm, _: break_loads(),
