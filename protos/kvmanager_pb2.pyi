@@ -2113,7 +2113,7 @@ class SourceRank(_message.Message):
     size_bytes: _builtins.int
     """bytes that may be read from there on"""
     host_base_address: _builtins.int
-    """address, in bytes, likewise of pages that lie on the host alone"""
+    """address, in bytes, likewise of pages that are read on the host"""
     def __init__(
         self,
         *,
@@ -2141,10 +2141,13 @@ class SourceChain(_message.Message):
     SPANS_FIELD_NUMBER: _builtins.int
     SUMMED_PAGES_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
+    SUMMED_HOST_PAGES_FIELD_NUMBER: _builtins.int
     summed_pages: _builtins.bytes
     """u32[pages]: those of the pages, by index, whose checksums are known"""
     sums: _builtins.bytes
     """u64[words]: of each, rank by rank, section by section: two words"""
+    summed_host_pages: _builtins.bytes
+    """u32[pages]: by index, likewise pages on the host; their sums follow the others"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceRank]:
         """one a rank of the source's shard group; of a replicated chain one"""
@@ -2155,7 +2158,7 @@ class SourceChain(_message.Message):
 
     @_builtins.property
     def spans(self) -> Global___SpanRun:
-        """device pages of the source"""
+        """pages of the source: on the device, or those that are to be read on the host"""
 
     def __init__(
         self,
@@ -2165,10 +2168,11 @@ class SourceChain(_message.Message):
         spans: Global___SpanRun | None = ...,
         summed_pages: _builtins.bytes = ...,
         sums: _builtins.bytes = ...,
+        summed_host_pages: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "spans", b"spans"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ranks", b"ranks", "spans", b"spans", "summed_pages", b"summed_pages", "sums", b"sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ranks", b"ranks", "spans", b"spans", "summed_host_pages", b"summed_host_pages", "summed_pages", b"summed_pages", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

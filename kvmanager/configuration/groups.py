@@ -255,4 +255,5 @@ def core_limits(config: NodeConfig) -> Limits:
         stall_after_ns=config.fence.stall_ms * MILLISECOND_NS,
         pull_deadline_ns=config.mover.pull_deadline_ns,
         return_path=config.mover.return_path,
+        export_from_host=config.mover.exports_from_host(config.node.device),
     )

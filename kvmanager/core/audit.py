@@ -214,6 +214,7 @@ def _audit_holders(state: State, group: Group, number: int, requests: list[Reque
         ("pins", pins, chain.table.pins),
         ("anchors", anchors, chain.table.anchored),
         ("plans", _busy(state, group, number), chain.table.busy),
+        ("readers on the host", _host_reads(state, group, number), chain.table.host_readers),
     ):
         counted = np.bincount(concat(holders), minlength=len(counts))
         wrong = places(counted != counts * chain.table.live)
@@ -232,6 +233,13 @@ def _other_pins(state: State, group: Group, number: int, requests: list[Request]
         held += [(at, [row]) for _, at, row in entry.truncated]
     held += [rows for ticket in state.tickets.values() if ticket.group == group.spec.name for rows in ticket.rows]
     return [np.asarray(rows, np.int64) for at, rows in held if at == number]
+
+
+def _host_reads(state: State, group: Group, number: int) -> list[Int64Array]:
+    """A row for each ticket that is read from its host copy."""
+    tickets = [ticket for ticket in state.tickets.values() if ticket.group == group.spec.name]
+    named = [zip(ticket.rows, ticket.on_host, strict=True) for ticket in tickets]
+    return [read.rows for pairs in named for (at, _), read in pairs if at == number]
 
 
 def _busy(state: State, group: Group, number: int) -> list[Int64Array]:

@@ -78,6 +78,7 @@ def droppable(chain: Chain, page_class: int, tier: int) -> BoolArray:
     # (`core.homes`); one that several rely on is promised to nobody, and stays.
     used = (table.pins == 1) & (table.anchored == 0) if chain.swaps else in_use(chain)
     # A device copy that could leave only because it is clean was counted on for promises: it stays clean.
+    rows &= table.host_readers == 0
     return rows & (used | evictable(chain))
 
 

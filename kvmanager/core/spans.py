@@ -48,6 +48,7 @@ class SpanTable:
     anchored: those of the pins that need the span to be findable, but none of its copies (int32)
     redundant: it came back to the device while host room was short: its host copy is the first to go (bool)
     busy: plans in flight that read or write its pages (int32)
+    host_readers: tickets that are read from its host copy, each of which has a pin too (int32)
     failures: how often its host copy failed, since one last arrived (int32)
     namespace: whose keys these are (int32)
     owner: number of the one session that used it, NO_OWNER, or SHARED by several (int32)
@@ -77,6 +78,7 @@ class SpanTable:
         self.busy = np.zeros(0, np.int32)
         self.failures = np.zeros(0, np.int32)
         self.anchored = np.zeros(0, np.int32)
+        self.host_readers = np.zeros(0, np.int32)
         self.redundant = np.zeros(0, bool)
         self.last_used = np.zeros(0, np.int64)
         self.namespace = np.zeros(0, np.int32)
@@ -99,7 +101,8 @@ class SpanTable:
         old = len(self.live)
         for name in (
             "live", "parent", "children", "first_token", "segments", "interleave", "valid", "pins", "busy",
-            "failures", "anchored", "redundant", "last_used", "namespace", "owner", "dead", "published", "run", "place",
+            "failures", "anchored", "host_readers", "redundant", "last_used", "namespace", "owner", "dead",
+            "published", "run", "place",
         ):
             setattr(self, name, longer(getattr(self, name), rows))
         self.copies = longer(self.copies, rows, axis=2)
@@ -174,7 +177,7 @@ class SpanTable:
         """Forgets a span that holds no page and that nobody holds. What is checked here `add` need not set."""
         assert self.live[row]
         assert not self.published[row]
-        for counts in (self.pins, self.busy, self.anchored, self.children):
+        for counts in (self.pins, self.busy, self.anchored, self.host_readers, self.children):
             assert not counts[row]
         assert not self.redundant[row]
         assert not self.copies[:, :, row].any()
@@ -258,7 +261,7 @@ class SpanTable:
         at = as_range(ordered)
         assert all_true(self.live[at])
         assert not any_true(self.published[at])
-        for counts in (self.pins, self.busy, self.anchored, self.children):
+        for counts in (self.pins, self.busy, self.anchored, self.host_readers, self.children):
             assert not counts[at].any()
         assert not any_true(self.redundant[at])
         assert not self.copies[:, :, at].any()
@@ -299,6 +302,15 @@ class SpanTable:
         """Takes it back, before the pins themselves go."""
         self._count(self.anchored, rows, -1)
         assert len(rows) == 0 or self.anchored[rows].min() >= 0, "a span lost one anchor too many"
+
+    def hold_host(self, rows: RowArray) -> None:
+        """One more reader of the host copies of distinct spans."""
+        self.host_readers[rows] += 1
+
+    def let_host_go(self, rows: RowArray) -> None:
+        """Takes it back, before the pins themselves go."""
+        self.host_readers[rows] -= 1
+        assert len(rows) == 0 or self.host_readers[rows].min() >= 0, "a host copy lost one reader too many"
 
     def below(self, marked: BoolArray) -> BoolArray:
         """The marked spans and all below them (bool[rows])."""

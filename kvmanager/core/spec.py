@@ -262,6 +262,7 @@ class Limits:
     reconsidered_spans: how many spans that the host had no room for are ranked again on a tick.
     checksums: of how many spans one has its host copy summed up; 1: all, 0: none.
     return_path: whether decode groups give tickets too, so that KV made there can go back to a prefill node.
+    export_from_host: whether a request whose prefix is still being onboarded gives tickets, which name host copies.
     clean_share: of a device pool, what should be free or have a host copy while host room is short.
     """
 
@@ -283,6 +284,7 @@ class Limits:
     ticket_grace_ns: int = 5_000_000_000
     pull_deadline_ns: int = 20_000_000_000
     return_path: bool = False
+    export_from_host: bool = False
     retry_after_ns: int = 20_000_000
     fence_after_ns: int = 30_000_000_000
     stall_after_ns: int = 120_000_000_000

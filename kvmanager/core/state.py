@@ -222,8 +222,16 @@ class PullJob:
 
 
 @dataclass
+class HostRead:
+    """Spans of one chain, int64[spans], that a ticket reads on the host, and their pages there, int64[pages]."""
+
+    rows: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    pages: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+@dataclass
 class Ticket:
-    """An export. rows: (chain index, rows), one pin each; generations as given out.
+    """An export. rows: (chain index, rows), one pin each; generations as given out. on_host: by chain, as `rows`.
 
     It grows with its request until committed_tokens is expected_tokens. cut: the request ended before that.
     """
@@ -237,6 +245,7 @@ class Ticket:
     rows: list[tuple[int, list[int]]]
     expires_ns: int
     expected_tokens: int
+    on_host: list[HostRead]
     holder: str = ""
     cut: bool = False
 

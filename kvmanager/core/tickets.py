@@ -19,7 +19,8 @@ from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.rows import RowList
 from kvmanager.core.spans import ABSENT, DEVICE, HOST, READY
 from kvmanager.core.spec import GroupSpec
-from kvmanager.core.state import Engine, State, Ticket
+from kvmanager.core.state import Engine, HostRead, State, Ticket
+from kvmanager.core.ticketplaces import generations, let_copies_go, lost, name_copies, readable_tokens, table_of
 from kvmanager.errors import (
     InvalidArgument,
     LeaseExpired,
@@ -34,11 +35,12 @@ from kvmanager.errors import (
 def export(state: State, event: ExportRequestKV) -> Exported:
     """A ticket on everything a request has committed; refused until the commit's fence has passed.
 
-    One that expects more is given at once, on what is known to be written, and grows with the request.
+    One that expects more is given at once, on what is known to be written, and grows with the request. So, where
+    `limits.export_from_host`, is one of a request that waits for its prefix: on what the host has of it.
     """
     engine = state.engine(event.engine, event.epoch)
     request = state.request(engine, event.request_id)
-    _check_exportable(state, engine, request)
+    _check_exportable(state, engine, request, event.expected_tokens)
     if event.ticket_id in state.tickets:
         raise InvalidArgument(f"ticket {event.ticket_id} was given already")
     expected = max(event.expected_tokens, request.committed_tokens)
@@ -56,15 +58,16 @@ def export(state: State, event: ExportRequestKV) -> Exported:
         [(number, []) for number in range(len(request.chains))],
         state.now + ttl,
         expected,
+        [HostRead() for _ in request.chains],
     )
-    _extend(request, ticket)
+    _extend(state, request, ticket)
     state.counters["export"] += 1
     return Exported(event.ticket_id, ticket.committed_tokens, ttl, expected)
 
 
 def _check_expected(request: Request, expected: int) -> None:
     if expected > request.committed_tokens:
-        if request.phase is not Phase.RUNNING or expected > request.most_tokens:
+        if request.phase not in (Phase.RUNNING, Phase.WAITING) or expected > request.most_tokens:
             raise InvalidArgument(
                 f"request {request.request_id} is {request.phase.value} with {request.committed_tokens} of at most "
                 f"{request.most_tokens} tokens committed; {expected} will not come"
@@ -72,22 +75,34 @@ def _check_expected(request: Request, expected: int) -> None:
         return
     if expected < 1:
         raise InvalidArgument(f"request {request.request_id} has committed nothing")
-    if request.fenced_tokens < expected:
+    if request.fenced_tokens < expected and request.phase is not Phase.WAITING:
         raise NotReady(
             f"request {request.request_id}: {request.fenced_tokens} of {request.committed_tokens} committed tokens are "
             "known to be written; ask again when the workers' timelines have passed the commit's fence"
         )
 
 
-def _extend(request: Request, ticket: Ticket) -> None:
+def _extend(state: State, request: Request, ticket: Ticket) -> None:
     """Takes in, up to what is expected, what is known to be written; spans that are new get a pin."""
-    tokens = min(request.fenced_tokens, ticket.expected_tokens)
-    for part, (_, rows) in zip(request.chains, ticket.rows, strict=True):
+    tokens = _readable(state, request, min(request.fenced_tokens, ticket.expected_tokens))
+    if tokens < ticket.committed_tokens:
+        return  # it waits still, and an onboard of what the ticket has already has failed
+    for part, (_, rows), read in zip(request.chains, ticket.rows, ticket.on_host, strict=True):
         held = _covering(part, tokens)
         assert held[: len(rows)] == rows
         part.chain.table.pin(held[len(rows) :])
+        name_copies(state.limits, part.chain, read, held[len(rows) :])
         rows += held[len(rows) :]
     ticket.committed_tokens = tokens
+
+
+def _readable(state: State, request: Request, tokens: int) -> int:
+    """As many of these as every chain has where a ticket can name them; all of them once the request runs."""
+    if request.phase is not Phase.WAITING:
+        return tokens
+    for part in request.chains:
+        tokens = min(tokens, readable_tokens(state.limits, part, tokens))
+    return tokens
 
 
 def request_ends(state: State, request: Request) -> None:
@@ -95,7 +110,7 @@ def request_ends(state: State, request: Request) -> None:
     for ticket in state.tickets.values():
         if ticket.final or ticket.cut or not _of(ticket, request):
             continue
-        _extend(request, ticket)
+        _extend(state, request, ticket)
         ticket.cut = not ticket.final
 
 
@@ -103,15 +118,21 @@ def _of(ticket: Ticket, request: Request) -> bool:
     return (ticket.engine, ticket.epoch, ticket.request_id) == (request.engine, request.epoch, request.request_id)
 
 
-def _check_exportable(state: State, engine: Engine, request: Request) -> None:
+def _check_exportable(state: State, engine: Engine, request: Request, expected_tokens: int) -> None:
     spec = state.groups[engine.group].spec
     if spec.sparse is not None and not state.limits.return_path:
         raise InvalidArgument(
             f"group {spec.name} is of a decode rank: its KV goes back only where [mover] return_path = true"
         )
     check_one_part(spec)
-    if request.phase is Phase.WAITING:
-        raise NotReady(f"request {request.request_id} waits for bytes; export it when it runs")
+    if request.phase is Phase.WAITING and not (
+        expected_tokens and spec.sparse is None and _readable(state, request, request.fenced_tokens)
+        and state.limits.export_from_host
+    ):  # fmt: skip
+        raise NotReady(
+            f"request {request.request_id} waits for bytes; export it when it runs. Before that a ticket can be on "
+            "what the host has: with [mover] export_path = \"host\", and told how many tokens to expect"
+        )
     if request.ranks_lost != engine.ranks_lost:
         raise InvalidArgument(
             f"a rank of engine {engine.name!r} left while request {request.request_id} was open; compute it again"
@@ -130,9 +151,7 @@ def _covering(part: RequestChain, tokens: int) -> list[int]:
     table, rows = part.chain.table, part.rows.array
     held = rows[table.first_token[rows] < tokens]
     # An exporting request holds pins on its spans, so their device pages can't have left, except to the host.
-    there = table.copies[:, DEVICE, held] != ABSENT
-    if part.chain.swaps:
-        there |= table.copies[:, HOST, held] == READY
+    there = (table.copies[:, DEVICE, held] != ABSENT) | (table.copies[:, HOST, held] == READY)
     assert there.all()
     rows_held: list[int] = held.tolist()
     return rows_held
@@ -187,20 +206,31 @@ def accept(state: State, event: AcceptTicket) -> TicketPages:
     ticket.holder = event.holder
     ticket.expires_ns = state.now + state.limits.ticket_ttl_ns
     if not (ticket.final or ticket.cut):
-        _extend(state.engine(ticket.engine, ticket.epoch).requests[ticket.request_id], ticket)
+        _extend(state, state.engine(ticket.engine, ticket.epoch).requests[ticket.request_id], ticket)
     if ticket.cut:
         raise TransferFailed(
             f"ticket {event.ticket_id}: its request ended with {ticket.committed_tokens} of {ticket.expected_tokens} "
             "tokens written; release it, and prefill again"
         )
     chains = state.groups[ticket.group].chains
-    spans = tuple(RequestChain(chains[number], RowList(rows)).table_from(0) for number, rows in ticket.rows)
+    spans = tuple(
+        table_of(RequestChain(chains[number], RowList(rows)), read)
+        for (number, rows), read in zip(ticket.rows, ticket.on_host, strict=True)
+    )
     return TicketPages(ticket.ticket_id, ticket.committed_tokens, spans, _generations(state, ticket), ticket.final)
 
 
 def _generations(state: State, ticket: Ticket) -> npt.NDArray[np.uint32]:
-    group = state.groups[ticket.group]
-    return np.concatenate([group.generations(group.chains[number], rows) for number, rows in ticket.rows])
+    """Of its pages, chain by chain. Raises StalePage where a host copy that it names is gone."""
+    group, found = state.groups[ticket.group], []
+    for (number, rows), read in zip(ticket.rows, ticket.on_host, strict=True):
+        chain = group.chains[number]
+        if lost(chain, read):
+            raise StalePage(f"host copies of ticket {ticket.ticket_id} were found to be wrong since it was given")
+        on_host = len(read.rows) > 0
+        index = np.asarray(rows, np.int64)
+        found.append(generations(chain, index, read) if on_host else group.generations(chain, rows))
+    return np.concatenate(found)
 
 
 def check(state: State, event: CheckTicket) -> None:
@@ -237,6 +267,7 @@ def expire(state: State) -> None:
 def _drop(state: State, ticket: Ticket) -> None:
     del state.tickets[ticket.ticket_id]
     group = state.groups[ticket.group]
-    for number, rows in ticket.rows:
+    for (number, rows), read in zip(ticket.rows, ticket.on_host, strict=True):
+        let_copies_go(group.chains[number], read)
         group.chains[number].unpin(rows)
     group.unblock()

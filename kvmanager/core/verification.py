@@ -21,7 +21,7 @@ from kvmanager.core.request import Phase
 from kvmanager.core.rows import RowArray
 from kvmanager.core.spans import DEVICE, HOST, CopyState
 from kvmanager.core.spec import PageClass, Placement
-from kvmanager.core.state import CheckJob, State, SumsAsked, mark_dirty
+from kvmanager.core.state import CheckJob, HostRead, State, SumsAsked, mark_dirty
 from kvmanager.errors import ChecksumMismatch
 from kvmanager.geometry import Int64Array
 
@@ -161,27 +161,35 @@ def _tell_readers(state: State, group: Group, chain_number: int, row: int, error
             state.notify(state.engine_of(request), failed=RequestFailed(request.request_id, error))
 
 
-def ticket_sums(state: State, ticket_id: str) -> list[tuple[Int64Array, SumArray]]:
-    """Device pages of a ticket whose bytes have sums, for they have a host copy or were filled by leases, by chain.
+def ticket_sums(state: State, ticket_id: str) -> list[tuple[Int64Array, Int64Array, SumArray]]:
+    """Pages of a ticket whose bytes have sums, for they have a host copy or were filled by leases, by chain.
 
-    pages, uint64[pages, ranks, words] each. Nothing for a ticket that is over.
+    Those read on the device, those read on the host, uint64[pages of both, ranks, words] each. Nothing for a ticket
+    that is over.
     """
     ticket = state.tickets.get(ticket_id)
     if ticket is None:
         return []
-    return [_chain_sums(state.groups[ticket.group].chains[number], held) for number, held in ticket.rows]
+    chains = state.groups[ticket.group].chains
+    return [
+        _chain_sums(chains[number], held, read)
+        for (number, held), read in zip(ticket.rows, ticket.on_host, strict=True)
+    ]
 
 
-def _chain_sums(chain: Chain, held: list[int]) -> tuple[Int64Array, SumArray]:
-    rows = np.asarray(held, np.int64)
+def _chain_sums(chain: Chain, held: list[int], read: HostRead) -> tuple[Int64Array, Int64Array, SumArray]:
+    rows, none = np.asarray(held, np.int64), np.empty(0, np.int64)
     if 0 not in chain.sums or len(rows) == 0:
-        return np.empty(0, np.int64), np.empty((0, 0, 0), np.uint64)
+        return none, none, np.empty((0, 0, 0), np.uint64)
     if not chain.has_host(0):
-        return sums_of_rows(chain, rows)
+        pages, sums = sums_of_rows(chain, rows)
+        return pages, none, sums
+    rows = rows[~np.isin(rows, read.rows)]
     rows = rows[(chain.table.copies[0, :, rows] == CopyState.READY).all(axis=1)]
     device, host = (chain.table.page_lists(0, tier, rows) for tier in (DEVICE, HOST))
-    known = _known(chain, 0, host)
-    return device[known], chain.sums[0].of(host[known]).swapaxes(0, 1)
+    known, named = _known(chain, 0, host), read.pages[_known(chain, 0, read.pages)]
+    sums = chain.sums[0].of(np.concatenate((host[known], named))).swapaxes(0, 1)
+    return device[known], named, sums
 
 
 # ------------------------------------------------------------------------------ after a restart

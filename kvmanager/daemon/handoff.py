@@ -332,11 +332,12 @@ class Handoffs:
         ranks = sorted(chain.ranks, key=lambda r: r.rank)
         addresses, on_host = [rank.base_address for rank in ranks], [rank.host_base_address for rank in ranks]
         with self._slots:  # pulls take turns in the ring
-            turns = accepted.packed and not chain.summed_pages  # sums are of pages as they lie at the source
+            # Sums are of pages as they lie at the source.
+            turns = accepted.packed and not (chain.summed_pages or chain.summed_host_pages)
             spans = source_spans(chain)
             ring = build_pull(work_id, layout, spans, addresses, targets, staging, self._next_slot, turns, on_host)
             self._next_slot = (self._next_slot + ring.chunks) % staging.slots
-        expected = expected_sums(chain, layout, addresses, ring.addresses)
+        expected = expected_sums(chain, layout, addresses, on_host, ring.addresses)
         pull = ring_to_proto(replace(ring, expected=expected))
         pull.agent_name = accepted.agent_name
         pull.agent_metadata = accepted.agent_metadata

@@ -37,7 +37,7 @@ def pull_of(work_id: int) -> int:
 
 
 ON_HOST: Final = 1 << 40
-"""Added to the numbers of source pages that lie on the host alone."""
+"""Added to the numbers of source pages that are read on the host."""
 
 
 @dataclass(frozen=True)
@@ -260,13 +260,20 @@ def _addresses(
 
 
 def expected_sums(
-    accepted: pb.SourceChain, layout: KVLayout, bases: Sequence[int], addresses: npt.NDArray[np.uint64]
+    accepted: pb.SourceChain,
+    layout: KVLayout,
+    bases: Sequence[int],
+    host_bases: Sequence[int],
+    addresses: npt.NDArray[np.uint64],
 ) -> ExpectedSums | None:
     """What the pages at `addresses` must add up to, as far as the source says; None where it knows none.
 
-    `bases[r]`: of rank r's region in the source mover. Raises LayoutMismatch for another number of sums.
+    `bases[r]`, `host_bases[r]`: of rank r's regions in the source mover. Raises LayoutMismatch for another number of
+    sums.
     """
-    pages = unpack_u32(accepted.summed_pages, "SourceChain.summed_pages").astype(np.uint64)
+    tiers = (accepted.summed_pages, "SourceChain.summed_pages"), (accepted.summed_host_pages, "SourceChain.host_pages")
+    on_device, on_host = (unpack_u32(*numbers).astype(np.uint64) for numbers in tiers)
+    pages = np.concatenate((on_device, on_host))
     sections = tuple((section.start, section.size_bytes) for section in sections_of(layout))
     sums = unpack_u64(accepted.sums, "SourceChain.sums")
     words = len(sections) * SUM_WORDS
@@ -274,7 +281,8 @@ def expected_sums(
         raise LayoutMismatch(f"{len(sums)} words of checksums for {len(pages)} pages on {len(bases)} ranks")
     if len(pages) == 0 or len(addresses) == 0:
         return None
-    starts = (pages[:, None] * np.uint64(layout.page_bytes) + np.asarray(bases, np.uint64)).reshape(-1)
+    begins = np.asarray([bases] * len(on_device) + [host_bases] * len(on_host), np.uint64)
+    starts = (pages[:, None] * np.uint64(layout.page_bytes) + begins).reshape(-1)
     order = np.argsort(starts)
     place = np.minimum(np.searchsorted(starts, addresses, sorter=order), len(starts) - 1)
     found = order[place]

@@ -166,7 +166,7 @@ def _source_chain(
     chain: ChainSpec,
     page_class: PageClass,
     table: SpanRunTable,
-    summed: tuple[Int64Array, SumArray],
+    summed: tuple[Int64Array, Int64Array, SumArray],
     pages: int,
     addresses: dict[int, int],
 ) -> pb.SourceChain:
@@ -174,21 +174,22 @@ def _source_chain(
     # Every rank of a replicated chain holds all of it: one of them is read.
     regions = page_class.device_regions if chain.placement is Placement.SHARDED else page_class.device_regions[:1]
     # Of several classes nobody knows sums: they are of host copies, and most of what is read here has none.
-    summed_pages, sums = summed if len(chain.classes) == 1 else (summed[0][:0], summed[1][:0, : len(regions)])
+    on_device, on_host, sums = summed if len(chain.classes) == 1 else (part[:0] for part in summed)
     host = page_class.host_regions or (0,) * len(regions)
     return pb.SourceChain(
         layout=layout_to_proto(page_class.layout),
         spans=span_run(replace(table, pages={page_class.name: table.pages[page_class.name]})),
-        summed_pages=pack_u32(summed_pages),
+        summed_pages=pack_u32(on_device),
+        summed_host_pages=pack_u32(on_host),
         sums=pack_u64(sums[:, : len(regions)].reshape(-1)),
         ranks=[
             pb.SourceRank(
                 rank=rank,
                 base_address=addresses[region],
                 size_bytes=pages * page_class.layout.page_bytes,
-                host_base_address=addresses.get(on_host, 0),
+                host_base_address=addresses.get(share, 0),
             )
-            for rank, (region, on_host) in enumerate(zip(regions, host, strict=False))
+            for rank, (region, share) in enumerate(zip(regions, host, strict=False))
         ],
     )
 

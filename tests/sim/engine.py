@@ -16,8 +16,6 @@ from kvmanager.core.events import (
     EngineGone,
     EngineResumed,
     EngineSuspect,
-    Exported,
-    ExportRequestKV,
     Grown,
     Open,
     Opened,
@@ -34,7 +32,6 @@ from kvmanager.errors import (
     CapacityError,
     InvalidArgument,
     KVError,
-    NotReady,
     StaleEpoch,
     Suspect,
     TransferError,
@@ -423,34 +420,6 @@ class SimEngine:
                 rank.run_one()
         if self.ranks:
             self.world.apply(TimelinesRead({r.attach_id: r.word for r in self.ranks}))
-
-    # ---------------------------------------------------------------------------- tickets
-
-    def export(self) -> None:
-        running = [r for r in self.requests.values() if not r.waiting and (r.committed or self.draw.random() < 0.5)]
-        if not running:
-            return
-        request = self.draw.choice(running)
-        ticket_id = f"t{self.world.net.applied}"
-        expected = len(request.text.digests) if self.draw.random() < 0.5 else 0
-        event = ExportRequestKV(self.name, self.epoch, request.request_id, ticket_id, expected)
-        answer = self.world.apply(event)
-        if isinstance(answer, NotReady):
-            return
-        parts = self.spec.cache_only and self.spec.ranks > 1
-        if parts or self.spec.sparse is not None or max(expected, request.committed) == 0:
-            assert isinstance(answer, InvalidArgument)
-            return
-        if isinstance(answer, InvalidArgument):
-            assert "will not come" in str(answer) or "committed nothing" in str(answer), answer
-            return
-        assert isinstance(answer, Exported), answer
-        assert answer.committed_tokens <= request.committed <= answer.expected_tokens
-        assert answer.expected_tokens == max(expected, request.committed)
-        info = TicketInfo(ticket_id, "here", answer.expected_tokens, answer.lease_ttl_ns)
-        self.tickets.append((info, request.text.fork(answer.expected_tokens), self.namespace))
-        self.world.net.sources[ticket_id] = (self.world, self.spec.name)
-        self.world.happened["export"] += 1
 
     # ------------------------------------------------------------------------------ ends
 

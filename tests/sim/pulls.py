@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kvmanager.core.checksums import PageSections, SumArray
 from kvmanager.core.events import (
     AcceptTicket,
     CheckTicket,
@@ -20,10 +21,13 @@ from kvmanager.core.events import (
 from kvmanager.core.group import Group
 from kvmanager.core.plans import StridedCopies
 from kvmanager.core.spanplans import SpanRun, copy_spans
+from kvmanager.core.spans import NO_PAGE
 from kvmanager.core.spec import ChainSpec, Placement
+from kvmanager.core.verification import ticket_sums
 from kvmanager.daemon.pulls import TargetClass, share_out
-from kvmanager.errors import KVError, PeerUnreachable, StalePage, TransferFailed
+from kvmanager.errors import ChecksumMismatch, KVError, PeerUnreachable, StalePage, TransferFailed
 from kvmanager.geometry import TokenOrder
+from kvmanager.transport.checksums import sum_pages
 from kvmanager.transport.cpu import copy_piece
 from tests.sim.network import Network
 from tests.sim.worker import Claim
@@ -44,6 +48,7 @@ class Pull:
     deadline: int
     chunks: list[list[StridedCopies]] = field(default_factory=list)
     generations: np.ndarray | None = None
+    sums: list[tuple[PageSections, SumArray]] = field(default_factory=list)
     mover: int | None = None
     checked: bool = True
     final: bool = False
@@ -90,8 +95,7 @@ def advance(pull: Pull, net: Network, target: Group, now: int) -> End | None:
     if not pull.checked:
         return _check(pull, net, ends=False)
     if pull.chunks:
-        _copy(pull, net)
-        return None
+        return _copy(pull, net)
     if pull.final:
         return _check(pull, net, ends=True)
     return _accept(pull, net, target)
@@ -108,6 +112,9 @@ def _accept(pull: Pull, net: Network, target: Group) -> End | None:
     if pull.generations is not None:
         net.happened["grown ticket"] += 1
     pull.mover, pull.generations, pull.final = mover, answer.generations, answer.final
+    pull.sums = list(_host_sums(pull, net))
+    if any((device == NO_PAGE).any() for run in answer.spans for device, _ in run.pages.values()):
+        net.happened["read on the host"] += 1
     pieces = list(_pieces(pull, net, target, answer))
     size = -(-len(pieces) // CHUNKS) or 1
     pull.chunks = [pieces[i : i + size] for i in range(0, len(pieces), size)]
@@ -135,10 +142,13 @@ def _end_orphan(pull: Pull, net: Network) -> End:
     return net.draw.choice((CopyOutcome.DONE, *CopyOutcome)), None
 
 
-def _copy(pull: Pull, net: Network) -> None:
+def _copy(pull: Pull, net: Network) -> End | None:
     """The bytes of a chunk, unless the nodes are apart; now and then a read of it fails and it is read again."""
     if net.cut:
-        return
+        return None
+    if any((sum_pages(net.memory.regions, pages) != sums).any() for pages, sums in pull.sums):
+        net.happened["wrong bytes of a host copy"] += 1
+        return CopyOutcome.FAILED, ChecksumMismatch("a host copy that the ticket names is not what was written")
     for claim in pull.claims:
         claim.hold("pull")
     chunk = pull.chunks[0]
@@ -147,9 +157,23 @@ def _copy(pull: Pull, net: Network) -> None:
         copy_piece(net.memory.regions[c.source_region], net.memory.regions[c.target_region], c)
     if fails:
         net.happened["chunk read again"] += 1
-        return
+        return None
     del pull.chunks[0]
     pull.checked = False
+    return None
+
+
+def _host_sums(pull: Pull, net: Network) -> Iterator[tuple[PageSections, SumArray]]:
+    """What is known of the host pages that the ticket names, rank by rank; the mover compares it with what it read."""
+    world, group_name = net.sources[pull.ticket_id]
+    state = world.node.state
+    chains = state.groups[group_name].spec.chains
+    for chain, (device, host, sums) in zip(chains, ticket_sums(state, pull.ticket_id), strict=True):
+        c = chain.classes[0]
+        sections = tuple((section.start, section.size_bytes) for section in c.sections)
+        for rank, region in enumerate(c.host_regions if len(host) else ()):
+            regions = np.full(len(host), region, np.int32)
+            yield PageSections(regions, host * c.page_bytes, sections), sums[len(device) :, rank]
 
 
 def ended(pull: Pull, outcome: CopyOutcome, error: KVError | None) -> PlanEnded:
@@ -187,9 +211,13 @@ def _source(chain: ChainSpec, run: SpanRunTable) -> list[SpanRun]:
     c = chain.classes[0]
     regions = c.device_regions if chain.placement is Placement.SHARDED else c.device_regions[:1]
     source, at = [], 0
+    device, host = run.pages[c.name]
     for first, segments, interleave in zip(run.first_tokens, run.segments, run.interleave, strict=True):
         order = TokenOrder(int(segments), int(interleave))
-        pages = np.asarray(run.pages[c.name][0][at : at + order.segments // len(regions)], np.int64)
-        source.append(SpanRun(int(first), order, regions, pages))
-        at += len(pages)
+        end = at + order.segments // len(regions)
+        on_host = bool((device[at:end] == NO_PAGE).all())
+        named = (c.host_regions, host) if on_host else (regions, device)
+        source.append(SpanRun(int(first), order, named[0], np.asarray(named[1][at:end], np.int64)))
+        assert (source[-1].pages != NO_PAGE).all()
+        at = end
     return source

@@ -20,6 +20,7 @@ from tests.chaos.schedule import simulated
 from tests.sim.content import Memory, Text
 from tests.sim.crash import Crashes
 from tests.sim.engine import SimEngine
+from tests.sim.exports import export, waits
 from tests.sim.harness import World
 from tests.sim.leases import LeaseEngine
 from tests.sim.network import Network
@@ -157,9 +158,16 @@ class Simulation:
             case "partition" | "heal":
                 self._wire(cut=action == "partition")
             case "step" | "resend" | "export" | "break_stream" | "cut_stream" if not (engine.stale or engine.cut):
-                getattr(engine, action)()
+                self._says(action, engine)
             case _:
                 self._act_beside(action, engine.world)
+
+    def _says(self, action: str, engine: SimEngine) -> None:
+        """A message of the engine's own; what waits for its prefix is often exported at once."""
+        if action != "export":
+            getattr(engine, action)()
+        if action == "export" or (action == "step" and waits(engine) and self.draw.random() < 0.3):
+            export(engine)
 
     def _act_beside(self, action: str, world: World) -> None:
         """What the mover, the source of pulls and the clock do."""

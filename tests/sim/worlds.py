@@ -39,6 +39,7 @@ LIMITS = Limits(
     stored_replies=4,
     claim_hold_ns=20_000,
     checksums=1,
+    export_from_host=True,
 )
 
 
