@@ -154,12 +154,16 @@ class History:
                 self.client.run()
             case "plan" if self.driver.plans:
                 self.driver.end(draw.choice(list(self.driver.plans)), draw.choice(ENDS))
-            case "time":
-                self.driver.apply(Tick(), passes=draw.choice((1_000, 5_000, 90_000)))
-            case "mover" if draw.random() < 0.1:
-                self.driver.plans.clear()
-                self.driver.apply(MoverGone())
+            case "time" | "mover":
+                self._meanwhile(action)
         self.hears()
+
+    def _meanwhile(self, action: str) -> None:
+        if action == "time":
+            self.driver.apply(Tick(), passes=self.draw.choice((1_000, 5_000, 90_000)))
+        elif self.draw.random() < 0.1:
+            self.driver.plans.clear()
+            self.driver.apply(MoverGone())
 
     def play(self, actions: int) -> Counter[str]:
         wanted = ["opens"] * 4 + ["plan"] * 7 + ["read"] * 5 + ["closes"] * 3 + ["export", "release", "time", "mover"]

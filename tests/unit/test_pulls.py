@@ -8,7 +8,7 @@ import pytest
 from kvmanager.configuration.groups import STAGING_REGION
 from kvmanager.core.events import PullTarget
 from kvmanager.core.spanplans import SpanRun
-from kvmanager.daemon.pulls import SourceSpans, Staging, TargetClass, build_pull
+from kvmanager.daemon.pulls import ON_HOST, SourceSpans, Staging, TargetClass, build_pull
 from kvmanager.errors import LayoutMismatch
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.layout import KVFormat, KVLayout, indexer_layout, latent_layout, native_layout
@@ -25,20 +25,23 @@ LATENT, INDEXER = latent_layout(FORMAT, ROWS), indexer_layout(FORMAT, ROWS)
 LATENT_REGION, HOST_REGION, INDEXER_REGION = 10, 11, 12
 REGION_PAGES = 64
 BASES = [1 << 40, (1 << 41) + 12345, 1 << 42]
+HOST_BASES = [(1 << 43) + 77, 1 << 44, 1 << 45]
 SEEDS = range(60)
 
 
 class Source:
-    """Spans of mixed orders on `ranks` ranks, random pages, random bytes."""
+    """Spans of mixed orders on `ranks` ranks, random pages on the device or the host, random bytes."""
 
     def __init__(self, rng: np.random.Generator, ranks: int, orders: list[tuple[int, int]]) -> None:
         widths = [segments // ranks for segments, _ in orders]
         starts = np.cumsum([0] + [segments * ROWS for segments, _ in orders])
         pages = rng.permutation(REGION_PAGES)[: sum(widths)].astype(np.int64)
+        on_host = rng.random(len(widths)) < rng.choice([0.0, 0.5, 1.0])
+        pages[on_host.repeat(widths)] += ON_HOST
         self.orders = orders
         self.ranks = ranks
         self.tokens = int(starts[-1])
-        self.memory = rng.integers(0, 256, (ranks, REGION_PAGES * SOURCE.page_bytes), np.uint8)
+        self.memory = rng.integers(0, 256, (2, ranks, REGION_PAGES * SOURCE.page_bytes), np.uint8)
         self.spans = SourceSpans(
             ranks,
             starts[:-1].astype(np.int64),
@@ -67,8 +70,9 @@ class Source:
         """A component's bytes at a position."""
         rank, page, slot = self.place(position)
         c = SOURCE.by_key[key]
+        tier, page = divmod(page, ON_HOST)
         at = c.offset + page * c.page_stride + slot * c.slot_stride
-        return self.memory[rank, at : at + c.row_bytes]
+        return self.memory[tier, rank, at : at + c.row_bytes]
 
 
 def run(source: Source, targets: list[TargetClass], staging: Staging, first_slot: int) -> dict[int, np.ndarray]:
@@ -82,7 +86,8 @@ def run(source: Source, targets: list[TargetClass], staging: Staging, first_slot
     mapped = RegionMap()
     for region, memory in regions.items():
         mapped.add(region, memory)
-    made = build_pull(7, SOURCE, source.spans, BASES[: source.ranks], targets, staging, first_slot)
+    bases = BASES[: source.ranks], HOST_BASES[: source.ranks]
+    made = build_pull(7, SOURCE, source.spans, bases[0], targets, staging, first_slot, host_addresses=bases[1])
     ring = ring_from_proto(pb.Pull.FromString(ring_to_proto(made).SerializeToString()))
     ring.check(STAGING_REGION, mapped)
     read = set()
@@ -97,13 +102,17 @@ def run(source: Source, targets: list[TargetClass], staging: Staging, first_slot
         ], "slots of the ring in order"
         assert ring.staging_range(number) == (int(offsets[0]), int(offsets[-1]) + SOURCE.page_bytes)
         for address, offset, length in zip(addresses.tolist(), offsets.tolist(), lengths.tolist(), strict=True):
-            (rank,) = [r for r in range(source.ranks) if 0 <= address - BASES[r] < source.memory.shape[1]]
-            at = address - BASES[rank]
+            ((tier, rank, at),) = [
+                (tier, rank, address - base)
+                for tier, of_ranks in enumerate(bases)
+                for rank, base in enumerate(of_ranks)
+                if 0 <= address - base < source.memory.shape[2]
+            ]
             assert length == SOURCE.page_bytes
             assert at % SOURCE.page_bytes == 0
-            assert (rank, at) not in read, "read once"
-            read.add((rank, at))
-            regions[STAGING_REGION][offset : offset + length] = source.memory[rank, at : at + length]
+            assert (tier, rank, at) not in read, "read once"
+            read.add((tier, rank, at))
+            regions[STAGING_REGION][offset : offset + length] = source.memory[tier, rank, at : at + length]
         plan = ring.placed(number)
         assert plan.plan_id == 7
         moved += plan.total_bytes
@@ -113,7 +122,8 @@ def run(source: Source, targets: list[TargetClass], staging: Staging, first_slot
         assert done.outcome is Outcome.DONE, done.error
     assert moved == ring.placement.total_bytes
     wanted = {source.place(p) for t in targets for p in positions_of(t)}
-    assert read == {(rank, page * SOURCE.page_bytes) for rank, page, _ in wanted}, "no page without a wanted position"
+    named = {(page // ON_HOST, rank, page % ON_HOST * SOURCE.page_bytes) for rank, page, _ in wanted}
+    assert read == named, "no page without a wanted position"
     del regions[STAGING_REGION]
     return regions
 
