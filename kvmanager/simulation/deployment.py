@@ -77,7 +77,8 @@ def ranks_of(name: str, limits: Limits, policy: str, clock: Clock, hbm_bytes: in
     config = parse_config(files("kvmanager").joinpath(f"deployments/{name}.toml").read_text("utf-8"))
     if hbm_bytes:
         config = replace(config, groups=tuple(replace(g, hbm_bytes_per_rank=hbm_bytes) for g in config.groups))
-    return [Rank(spec, limits, policy, clock, link_rates()) for spec in plan_memory(config).groups]
+    groups = [spec for spec in plan_memory(config).groups if not spec.one_holder]  # workspaces hold no KV
+    return [Rank(spec, limits, policy, clock, link_rates()) for spec in groups]
 
 
 @dataclass

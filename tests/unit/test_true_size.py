@@ -3,6 +3,7 @@
 What is expected is computed from the layout's published numbers alone, never by the product.
 """
 
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
@@ -11,6 +12,7 @@ from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.groups import core_limits, plan_memory
 from kvmanager.configuration.reading import parse_config
 from kvmanager.configuration.sizing import Sizing, size_of
+from kvmanager.configuration.sizing import fit as fit_of
 from kvmanager.core.audit import audit
 from kvmanager.core.events import TicketInfo
 from kvmanager.core.pool import PageState
@@ -57,7 +59,10 @@ def test_pools_hold_what_the_facts_say(mode: str) -> None:
     lines = sizing(mode, 1).pools
     tokens = {"hbm": 0, "host": 0}
     for line in lines:
-        kind = line.pool.split("/")[1]
+        group, kind = line.pool.split("/")
+        if "-workspace-" in group:
+            assert (mode, line.page_total_bytes, line.unused_bytes) == ("prefill-pcp8-dcp8", 2 * 788 * 1_048_576, 0)
+            continue
         replicated_host = mode in ("prefill-tp8", "prefill-pcp8") and kind == "host"
         assert line.pages == {"hbm": hbm, "host": host * (8 if replicated_host else 1)}[kind]
         assert line.page_total_bytes == line.pages * unit
@@ -99,15 +104,24 @@ def test_the_longest_request_of_one_gpu(mode: str) -> None:
         (250_000, 489, 1_712_767_488),
         (1_000_000, 1_954, 6_844_064_768),
         (1_048_576, 2_048, 7_173_308_416),
-        (2_354_176, 4_598, 16_104_918_016),
     ],
 )
 def test_dcp_holds_an_eighth_on_each_gpu(tokens: int, spans: int, size: int) -> None:
     assert (spans, size) == (up(tokens, 8 * ROWS), up(tokens, 8 * ROWS) * PAGE)
-    (fit,) = sizing("prefill-pcp8-dcp8", tokens).fits
-    assert fit.held == {"prefill/hbm": (spans, size)}
+    (fits,) = sizing("prefill-pcp8-dcp8", tokens).fits
+    assert fits.held == {"prefill/hbm": (spans, size)}
     assert round(7_173_308_416 / GIB, 2) == 6.68
-    assert isinstance(sizing("prefill-pcp8-dcp8", 2_354_177).fits[0].refusal, PoolExhausted)
+
+
+def test_the_longest_request_over_dcp_shards_is_what_the_workspace_holds() -> None:
+    """The model has no longer ones; pages alone would hold 2.2 times as many tokens."""
+    refusal = sizing("prefill-pcp8-dcp8", 1_048_577).fits[0].refusal
+    assert isinstance(refusal, PoolExhausted)
+    assert (refusal.pool, refusal.needed, refusal.free) == ("prefill-workspace-0/hbm", 32_769, 32_768)
+    config = config_of("prefill-pcp8-dcp8")
+    alone, limits = replace(plan_memory(config).groups[0], workspace=None), core_limits(config)
+    assert fit_of(alone, 2_354_176, limits).held == {"prefill/hbm": (4_598, 16_104_918_016)}
+    assert isinstance(fit_of(alone, 2_354_177, limits).refusal, PoolExhausted)
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
