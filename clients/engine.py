@@ -367,7 +367,8 @@ class EngineClient:
         """A ticket for what the request has committed, once the daemon has seen the commit's fence.
 
         `expected_tokens`: more than that; then the ticket comes at once, and grows with the request up to so many,
-        so that the other node reads while this one still computes.
+        so that the other node reads while this one still computes. A request that waits for its prefix has such a
+        ticket too where the daemon reads host copies (`[mover] export_path`): the prefix is read meanwhile.
 
         Asks again while the daemon says that it is not there yet (the call is idempotent). Raises the
         daemon's typed error otherwise, or when `timeout_s` has passed.
