@@ -78,7 +78,7 @@ class AttachedEngine:
         result = self.client.step(
             fence=self.workers.fence(), requests=requests, opens=opens, closes=closes, turn_ends=turn_ends
         )
-        self.workers.run_plans(plan for growth in result.growth.values() for plan in growth.worker_plans)
+        self.workers.run_plans(result.worker_plans)
         for error in result.errors.values():
             raise error
         return result

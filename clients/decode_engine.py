@@ -151,7 +151,7 @@ class DecodeEngine:
             closes=closes,
             opens=[asked.request] if asked else [],
         )
-        self._engine.workers.run_plans(plan for growth in result.growth.values() for plan in growth.worker_plans)
+        self._engine.workers.run_plans(result.worker_plans)
         self._check(result, victim)
         for request in finished:
             request.store.close()

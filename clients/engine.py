@@ -58,6 +58,12 @@ class StepResult:
     hot: Mapping[int, pb.HotPages]
     errors: Mapping[int, KVError]
 
+    @property
+    def worker_plans(self) -> list[pb.Plan]:
+        """What workers do with pages and hot buffers that they were given, before anything else there."""
+        grown = [plan for growth in self.growth.values() for plan in growth.worker_plans]
+        return grown + [plan for hot in self.hot.values() for plan in hot.worker_plans]
+
 
 @dataclass
 class _Inbox:

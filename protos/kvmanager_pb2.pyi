@@ -894,19 +894,25 @@ class HotPages(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
+    WORKER_PLANS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """id of an open request"""
     pages: _builtins.bytes
     """u32[slabs]: slab indexes in the device pool; each holds page_rows hot rows"""
+    @_builtins.property
+    def worker_plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plan]:
+        """of a step's reply: zeros over another tenant's bytes, before the first row is gathered"""
+
     def __init__(
         self,
         *,
         request_id: _builtins.int = ...,
         pages: _builtins.bytes = ...,
+        worker_plans: _abc.Iterable[Global___Plan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "request_id", b"request_id", "worker_plans", b"worker_plans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

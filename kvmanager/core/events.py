@@ -104,14 +104,11 @@ class MoverJoined:
 
 @dataclass(frozen=True)
 class Recovered:
-    """A new daemon took over from one that ended at any point; its core was read back.
-
-    known_plans: what mover process `incarnation` still carries. Ends that it had kept were told before.
-    """
+    """A new daemon took over; its core was read back. known_plans: what mover process `incarnation` still carries."""
 
     boot_id: int
     incarnation: int
-    known_plans: frozenset[int]
+    known_plans: frozenset[int]  # ends that the mover had kept were told before
 
 
 @dataclass(frozen=True)
@@ -340,10 +337,11 @@ class ResidencyRows:
 
 @dataclass(frozen=True)
 class HotGrant:
-    """The request's hot-buffer slabs (all of them)."""
+    """The request's hot-buffer slabs (all of them). worker_plans: what its worker does to them first."""
 
     request_id: int
     pages: Int64Array
+    worker_plans: tuple[CopyPlan, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,16 @@ from kvmanager.core.sessions import leave_session
 from kvmanager.core.spans import DEVICE, NO_SPAN
 from kvmanager.core.state import State
 from kvmanager.core.tickets import request_ends
+from kvmanager.core.zeros import hot_zeros
 from kvmanager.errors import KVError
 
 
 def opened(state: State, request: Request, name: str) -> Opened:
     """The complete answer for a request in its present state."""
     hot = request.hot if len(request.hot) else None
-    lacks = whole_lacks(state.groups[request.group], request.most_tokens)
-    tables, plans = request.tables(), request.worker_plans
+    group = state.groups[request.group]
+    lacks = whole_lacks(group, request.most_tokens)
+    tables, plans = request.tables(), (*request.worker_plans, *hot_zeros(state, group, request))
     return Opened(request.request_id, name, request.cached_tokens, tables, plans, hot, whole_lacks_slabs=lacks)
 
 

@@ -18,6 +18,7 @@ from kvmanager.core.request import Phase, Request, RequestChain
 from kvmanager.core.spans import ABSENT, DEVICE, HOST, NO_PAGE, READY
 from kvmanager.core.spec import Residency
 from kvmanager.core.state import Engine, State, concat, mark_dirty
+from kvmanager.core.zeros import hot_zeros
 from kvmanager.errors import PoolExhausted
 
 
@@ -175,7 +176,7 @@ def _hot_for_all(state: State, engine: Engine, group: Group, row: int, grants: l
             return False
         # A waiting request is told with its complete tables.
         if holder.phase is Phase.RUNNING:
-            grants.append(HotGrant(holder.request_id, holder.hot))
+            grants.append(HotGrant(holder.request_id, holder.hot, hot_zeros(state, group, holder)))
         else:
             update_promise(state, holder)
     return True

@@ -3,8 +3,8 @@
 Only in groups that ask for it. A request whose new pages may hold another tenant's bytes waits, as for an onboard,
 while the mover writes zeros over them; a hand-off into them begins after that. Pages that a running request grows into
 can't wait: the reply brings a plan with them, which the worker carries out before its first write (as copy-on-write).
-What copies overwrite as a whole (onboards, mirrors, write-back) needs neither. Hot buffers are not scrubbed: a row of
-one is read only after its own content was gathered into it.
+What copies overwrite as a whole (onboards, mirrors, write-back) needs neither. A hot buffer is given in mid-run, too:
+its worker gets the zeros with it (`core.zeros`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import numpy as np
 from kvmanager.core.events import CopyOutcome, SubmitPlan, TicketInfo
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.lifecycle import refuse_waiting, wake
-from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
+from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.core.pulling import start_pull
 from kvmanager.core.request import Phase, Request
 from kvmanager.core.rows import RowArray
-from kvmanager.core.spanplans import copy_pages
 from kvmanager.core.spans import ABSENT, DEVICE, FILLING
 from kvmanager.core.state import ScrubJob, State, ended_well
+from kvmanager.core.zeros import unclean, zeros
 from kvmanager.errors import KVError, TransferFailed
-from kvmanager.geometry import Int64Array
 
 
 def scrub(state: State, group: Group, request: Request, ticket: TicketInfo | None = None) -> bool:
@@ -39,7 +38,7 @@ def scrub(state: State, group: Group, request: Request, ticket: TicketInfo | Non
         new = new[chain.table.busy[new] == 0]  # the others' pages come whole, from the host
         for c, tier in chain.spec.class_tiers:
             rows = new[chain.table.copies[c, tier, new] == FILLING]
-            pages = _unclean(chain, c, tier, rows)
+            pages = unclean(chain, c, tier, rows)
             if len(pages) == 0:
                 continue
             plan = CopyPlan(state.new_plan_id(), Purpose.SCRUB, zeros(chain, c, tier, pages))
@@ -60,20 +59,10 @@ def by_worker(state: State, chain: Chain, rows: RowArray) -> list[CopyPlan]:
     """Plans for the worker that is given these new spans at once: zeros over what others may have written there."""
     plans = []
     for c in range(chain.table.classes):
-        pages = _unclean(chain, c, DEVICE, rows)
+        pages = unclean(chain, c, DEVICE, rows)
         if len(pages):
             plans.append(CopyPlan(state.new_plan_id(), Purpose.SCRUB, zeros(chain, c, DEVICE, pages)))
     return plans
-
-
-def zeros(chain: Chain, page_class: int, tier: int, pages: Int64Array) -> tuple[PagedCopies, ...]:
-    """Whole pages on all ranks; a scrub names them as source and as target, and reads nothing."""
-    c = chain.page_class(page_class)
-    regions = c.device_regions if tier == DEVICE else c.host_regions
-    found: list[PagedCopies] = []
-    for region in regions:
-        found += copy_pages(c.page_bytes, region, pages, region, pages)
-    return tuple(found)
 
 
 def scrub_ended(state: State, plan_id: int, job: ScrubJob, outcome: CopyOutcome, error: KVError | None) -> None:
@@ -114,14 +103,6 @@ def _overwritten(group: Group, chain: Chain, page_class: int, tier: int, rows: R
         tenant = group.tenants.of_namespace[int(chain.table.namespace[row])]
         pages = chain.table.page_list(page_class, tier, row)
         pool.writers.overwritten(pages, pool.spaces[name].units, tenant)
-
-
-def _unclean(chain: Chain, page_class: int, tier: int, rows: RowArray) -> Int64Array:
-    """Pages of spans that may hold bytes of other tenants."""
-    pool, name = chain.pool(page_class, tier), chain.page_class(page_class).name
-    assert pool.writers is not None
-    pages = chain.table.page_lists(page_class, tier, rows)
-    return pages[pool.writers.unclean(pages, pool.spaces[name].units)]
 
 
 def _waits_for_zeros(state: State, request: Request) -> bool:

@@ -262,7 +262,8 @@ def _residency(rows: ResidencyRows) -> pb.Residency:
 
 
 def _hot(grant: HotGrant) -> pb.HotPages:
-    return pb.HotPages(request_id=grant.request_id, pages=pages_to_wire(grant.pages))
+    plans = [plan_to_proto(plan) for plan in grant.worker_plans]
+    return pb.HotPages(request_id=grant.request_id, pages=pages_to_wire(grant.pages), worker_plans=plans)
 
 
 def _failed(failed: RequestFailed) -> pb.RequestError:

@@ -9,15 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvmanager.core.events import Close, Closing, CopyOutcome, Opened, Progress
+from kvmanager.core.events import Close, Closing, CopyOutcome, Open, Opened, Progress
 from kvmanager.core.leaseevents import EndLease, ReserveSpans
 from kvmanager.core.plans import CopyPlan, Purpose
-from kvmanager.core.spec import GroupSpec
+from kvmanager.core.spec import GroupSpec, Residency
 from kvmanager.errors import InvalidArgument, KVError, PoolExhausted
 from tests.sim.bytes_driver import BytesClient, BytesDriver, small_group
 from tests.sim.content import POISON
 from tests.sim.driver import Client, Driver, chain_keys, pages_of
-from tests.sim.worlds import Regions, cache
+from tests.sim.worlds import Regions, cache, hisparse
 from tests.unit.test_core_sparse import ticket
 
 RANKS = 2
@@ -222,6 +222,68 @@ def test_a_hand_off_begins_when_its_pages_are_clean(full: tuple[Keeping, Marker,
     driver.end_all()
     assert driver.notices[-1].ready is not None
     assert driver.notices[-1].ready.state == "runnable"
+
+
+def hot_bytes(plan: CopyPlan) -> list[tuple[int, int]]:
+    """(offset, bytes) of what the plan clears."""
+    assert plan.purpose is Purpose.SCRUB
+    return [(at, c.row_bytes) for c in plan.pieces() for at in c.target_offsets.tolist()]
+
+
+@pytest.mark.parametrize("scrub", [True, False])
+def test_a_hot_buffer_of_another_tenants_bytes_comes_with_its_zeros(scrub: bool) -> None:
+    """One that is given in mid-run; the request's own pages were cleared when it was opened."""
+    spec = replace(hisparse(Regions({}), "d", 44, 200), scrub=scrub)
+    driver = Driver([spec])
+    ours, theirs = (Client(driver, "d", f"engine-{tenant}", tenant.encode(), tenant=tenant) for tenant in "ab")
+    assert ours.open(1, 28 * ROWS).state == "runnable"
+    ours.close(1)
+    ours.run()
+    tokens = 20 * ROWS
+    assert theirs.open(1, tokens, "a", ticket=ticket(tokens)).state == "waiting"
+    driver.end_all()
+    assert driver.notices[-1].ready is not None
+    assert driver.notices[-1].ready.state == "runnable"
+    theirs.step()
+    other = Open(2, 8 * ROWS, 0, chain_keys("b", 8), "b", ticket(8 * ROWS, "u"))
+    reply = theirs.step(opens=(other,))
+    assert reply.opened[0].state == "refused", "so that the first one lets go of HBM, and gets a hot buffer"
+    (hot,) = reply.hot
+    slab = spec.pools[0].slab_bytes
+    if scrub:
+        (plan,) = hot.worker_plans
+        cleared = {at // slab for at, size in hot_bytes(plan) for at in range(at, at + size, slab)}
+        assert cleared == set(hot.pages.tolist())
+        assert sum(size for _, size in hot_bytes(plan)) == len(hot.pages) * slab
+        (region,) = spec.chains[0].classes[0].device_regions
+        assert {c.target_region for c in plan.pieces()} == {region}
+    else:
+        assert hot.worker_plans == ()
+    driver.leave(ours, theirs)
+
+
+def test_a_hot_buffer_that_an_open_brings_comes_with_zeros_too_and_ones_own_without() -> None:
+    spec = replace(hisparse(Regions({}), "d", 44, 200, residency=Residency.ALWAYS_HOST), scrub=True)
+    driver = Driver([spec])
+    clients = [Client(driver, "d", f"engine-{tenant}", tenant.encode(), tenant=tenant) for tenant in "ab"]
+    tokens = 20 * ROWS
+    zeros = []
+    assert clients[0].open(10, 28 * ROWS, "all").state == "runnable"  # all of HBM was its own once
+    clients[0].close(10)
+    clients[0].run()
+    for number, client in ((1, clients[0]), (2, clients[0]), (3, clients[1])):
+        client.open(number, tokens, number, ticket=ticket(tokens, f"t{number}"))
+        driver.end_all()
+        ready = driver.notices[-1].ready
+        assert ready is not None
+        assert (ready.request_id, ready.state) == (number, "runnable")
+        assert ready.hot is not None
+        zeros.append(sum(plan.total_bytes for plan in ready.worker_plans if plan.purpose is Purpose.SCRUB))
+        client.close(number)
+        client.run()
+        driver.end_all()
+    assert zeros == [0, 0, 2 * spec.pools[0].slab_bytes]
+    driver.leave(*clients)
 
 
 def test_a_lease_waits_and_is_asked_for_again() -> None:

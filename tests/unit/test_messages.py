@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvmanager.clients.engine import StepResult
 from kvmanager.core.events import (
     Close,
     Closing,
@@ -21,8 +22,10 @@ from kvmanager.core.events import (
     StepDone,
     TicketInfo,
 )
+from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.daemon.probe import probe_key
 from kvmanager.errors import InvalidArgument, PoolExhausted, UnknownRequest
+from kvmanager.planwire import plan_from_proto
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.services.leasemessages import store_event
 from kvmanager.services.messages import (
@@ -172,7 +175,7 @@ def test_a_step_reply_with_everything() -> None:
         (Opened(1, "waiting", 16),),
         (Grown(2, (table(host=False),), 3, PoolExhausted("full")), Grown(3, (), 1)),
         (ResidencyRows(2, "latent", np.array([0, 5]), np.array([-1, 7]), np.array([8, -1])),),
-        (HotGrant(2, np.array([9], np.int64)),),
+        (HotGrant(2, np.array([9], np.int64), (CopyPlan(12, Purpose.SCRUB, ()),)),),
         (failed,),
     )
     reply = step_reply(77, done, [Notice(1, ready=Opened(8, "runnable")), Notice(2, failed=failed), Notice(3)])
@@ -185,6 +188,8 @@ def test_a_step_reply_with_everything() -> None:
     assert unpack_u32(rows.device_pages, "").tolist() == [NO_PAGE, 7]
     assert unpack_u32(rows.host_pages, "").tolist() == [8, NO_PAGE]
     assert unpack_u32(reply.hot[0].pages, "").tolist() == [9]
+    result = StepResult({}, {}, {}, {2: reply.hot[0]}, {})
+    assert [plan_from_proto(plan).purpose for plan in result.worker_plans] == [Purpose.SCRUB]
     assert reply.errors[0].error.reason == pb.UNKNOWN_REQUEST
     assert [(n.sequence, n.WhichOneof("what")) for n in reply.notices] == [(1, "ready"), (2, "failed"), (3, None)]
     assert notice_message(Notice(4, draining="why")).draining == "why"
