@@ -901,7 +901,7 @@ class HotPages(_message.Message):
     """u32[slabs]: slab indexes in the device pool; each holds page_rows hot rows"""
     @_builtins.property
     def worker_plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plan]:
-        """of a step's reply: zeros over another tenant's bytes, before the first row is gathered"""
+        """in a reply to a step: zeros over bytes of another tenant, before its first row"""
 
     def __init__(
         self,
