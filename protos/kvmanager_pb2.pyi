@@ -2148,12 +2148,15 @@ class SourceChain(_message.Message):
     SUMMED_PAGES_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
     SUMMED_HOST_PAGES_FIELD_NUMBER: _builtins.int
+    HOST_SHARES_FIELD_NUMBER: _builtins.int
     summed_pages: _builtins.bytes
     """u32[pages]: those of the pages, by index, whose checksums are known"""
     sums: _builtins.bytes
     """u64[words]: of each, rank by rank, section by section: two words"""
     summed_host_pages: _builtins.bytes
     """u32[pages]: by index, likewise pages on the host; their sums follow the others"""
+    host_shares: _builtins.bytes
+    """u64[shares]: of a replicated chain, addresses in bytes: host page i lies in share"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceRank]:
         """one a rank of the source's shard group; of a replicated chain one"""
@@ -2175,10 +2178,11 @@ class SourceChain(_message.Message):
         summed_pages: _builtins.bytes = ...,
         sums: _builtins.bytes = ...,
         summed_host_pages: _builtins.bytes = ...,
+        host_shares: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "spans", b"spans"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ranks", b"ranks", "spans", b"spans", "summed_host_pages", b"summed_host_pages", "summed_pages", b"summed_pages", "sums", b"sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_shares", b"host_shares", "layout", b"layout", "ranks", b"ranks", "spans", b"spans", "summed_host_pages", b"summed_host_pages", "summed_pages", b"summed_pages", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,15 +18,13 @@ from kvmanager.core.group import Chain
 from kvmanager.core.request import RequestChain
 from kvmanager.core.rows import BoolArray, RowArray
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, READY
-from kvmanager.core.spec import Limits, Placement
+from kvmanager.core.spec import Limits
 from kvmanager.core.state import HostRead
 
 
 def reads_host(limits: Limits, chain: Chain) -> bool:
-    """Whether tickets may name host copies: of one class of pages, whose host share r has those of rank r."""
-    placed = chain.spec.placement is Placement.SHARDED or len(chain.spec.classes[0].host_regions) == 1
-    one = chain.table.classes == 1 and chain.has_host(0) and not chain.swaps
-    return limits.export_from_host and one and placed
+    """Whether tickets may name host copies: of a chain of one class of pages, where the device is what is used."""
+    return limits.export_from_host and chain.table.classes == 1 and chain.has_host(0) and not chain.swaps
 
 
 def readable_tokens(limits: Limits, part: RequestChain, tokens: int) -> int:

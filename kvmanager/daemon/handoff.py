@@ -331,6 +331,8 @@ class Handoffs:
         staging = Staging.of(self._settings.staging_bytes, self._settings.chunk_bytes, layout.page_bytes)
         ranks = sorted(chain.ranks, key=lambda r: r.rank)
         addresses, on_host = [rank.base_address for rank in ranks], [rank.host_base_address for rank in ranks]
+        if chain.host_shares:
+            on_host = unpack_u64(chain.host_shares, "SourceChain.host_shares").tolist()
         with self._slots:  # pulls take turns in the ring
             # Sums are of pages as they lie at the source.
             turns = accepted.packed and not (chain.summed_pages or chain.summed_host_pages)

@@ -166,7 +166,8 @@ def build_pull(
 ) -> RingPull:
     """Pages in the order of the source's spans. `addresses[r]`: base of rank r's region in the source mover.
 
-    `host_addresses`: likewise, of pages on the host.
+    `host_addresses`: likewise, of pages on the host; of a replicated chain its n shares, where n is more than 1: host
+    page i lies in share i mod n.
 
     Every position of every target is placed exactly once; a page that holds no wanted position is not read.
     `may_turn`: the source can turn pages, and is asked to where that makes rows into runs; spans come whole then.
@@ -254,8 +255,18 @@ def _addresses(
     entry, rank = np.divmod(page, len(run.regions))
     pages = run.pages[span * run.width + entry]
     tier, page = np.divmod(pages, ON_HOST)
-    starts: npt.NDArray[np.uint64] = np.asarray(bases, np.uint64)[tier, rank]
-    begins: npt.NDArray[np.uint64] = starts + (page * page_bytes).astype(np.uint64)
+    on_device = _begins(page, rank, bases[0], len(run.regions), page_bytes)
+    return np.where(tier == 1, _begins(page, rank, bases[1], len(run.regions), page_bytes), on_device)
+
+
+def _begins(
+    pages: Int64Array, ranks: Int64Array, bases: Sequence[int], most_ranks: int, page_bytes: int
+) -> npt.NDArray[np.uint64]:
+    """Where pages begin: page i of rank r's region, or in share i mod n where there are more shares than ranks."""
+    shares = len(bases)
+    if shares > most_ranks:
+        pages, ranks = np.divmod(pages, shares)
+    begins: npt.NDArray[np.uint64] = np.asarray(bases, np.uint64)[ranks] + (pages * page_bytes).astype(np.uint64)
     return begins
 
 
@@ -272,7 +283,7 @@ def expected_sums(
     sums.
     """
     tiers = (accepted.summed_pages, "SourceChain.summed_pages"), (accepted.summed_host_pages, "SourceChain.host_pages")
-    on_device, on_host = (unpack_u32(*numbers).astype(np.uint64) for numbers in tiers)
+    on_device, on_host = (unpack_u32(*numbers).astype(np.int64) for numbers in tiers)
     pages = np.concatenate((on_device, on_host))
     sections = tuple((section.start, section.size_bytes) for section in sections_of(layout))
     sums = unpack_u64(accepted.sums, "SourceChain.sums")
@@ -281,8 +292,11 @@ def expected_sums(
         raise LayoutMismatch(f"{len(sums)} words of checksums for {len(pages)} pages on {len(bases)} ranks")
     if len(pages) == 0 or len(addresses) == 0:
         return None
-    begins = np.asarray([bases] * len(on_device) + [host_bases] * len(on_host), np.uint64)
-    starts = (pages[:, None] * np.uint64(layout.page_bytes) + begins).reshape(-1)
+    ranks = np.arange(len(bases))
+    starts = np.concatenate([
+        _begins(mine[:, None], ranks[None], held, len(ranks), layout.page_bytes).reshape(-1)
+        for mine, held in ((on_device, bases), (on_host, host_bases)) if len(mine)
+    ])  # fmt: skip
     order = np.argsort(starts)
     place = np.minimum(np.searchsorted(starts, addresses, sorter=order), len(starts) - 1)
     found = order[place]

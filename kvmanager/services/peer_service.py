@@ -176,11 +176,14 @@ def _source_chain(
     # Of several classes nobody knows sums: they are of host copies, and most of what is read here has none.
     on_device, on_host, sums = summed if len(chain.classes) == 1 else (part[:0] for part in summed)
     host = page_class.host_regions or (0,) * len(regions)
+    shares = [addresses.get(region, 0) for region in page_class.host_regions]
+    spread = chain.placement is Placement.REPLICATED
     return pb.SourceChain(
         layout=layout_to_proto(page_class.layout),
         spans=span_run(replace(table, pages={page_class.name: table.pages[page_class.name]})),
         summed_pages=pack_u32(on_device),
         summed_host_pages=pack_u32(on_host),
+        host_shares=pack_u64(shares) if spread and shares else b"",
         sums=pack_u64(sums[:, : len(regions)].reshape(-1)),
         ranks=[
             pb.SourceRank(

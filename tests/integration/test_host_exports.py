@@ -48,7 +48,8 @@ LATENT_BYTES = GLM53_TINY.latent_page_bytes(ROWS)
 
 
 def slow_toml(runtime_dir: Path, *, name: str, more: str = "") -> str:
-    return prefill_toml(runtime_dir, name=name, more=more, pages=PAGES).replace(*SLOW)
+    lease = "ticket_ttl_ms = 5000\ngrace_ms = 100"  # of a ticket whose release met the daemon that died
+    return prefill_toml(runtime_dir, name=name, more=more, pages=PAGES, lease=lease).replace(*SLOW)
 
 
 def large_toml(runtime_dir: Path, *, name: str) -> str:
@@ -74,7 +75,10 @@ def target(tmp_path_factory) -> Iterator[Node]:
 def set_pace(served: Node, *, slow: bool) -> None:
     """The node reads its file anew."""
     text = slow_toml(served.runtime_dir, name="prefill")
-    served.process.config_path.write_text(text if slow else text.replace(*reversed(SLOW)))
+    text = text if slow else text.replace(*reversed(SLOW))
+    if served.process.config_path.read_text() == text:
+        return
+    served.process.config_path.write_text(text)
     before = len(served.log())
     keeper = lockfile.holder(served.runtime_dir / KEEPER_LOCK)
     assert keeper

@@ -171,9 +171,14 @@ def _host_sums(pull: Pull, net: Network) -> Iterator[tuple[PageSections, SumArra
     for chain, (device, host, sums) in zip(chains, ticket_sums(state, pull.ticket_id), strict=True):
         c = chain.classes[0]
         sections = tuple((section.start, section.size_bytes) for section in c.sections)
+        spread = chain.placement is Placement.REPLICATED
         for rank, region in enumerate(c.host_regions if len(host) else ()):
-            regions = np.full(len(host), region, np.int32)
-            yield PageSections(regions, host * c.page_bytes, sections), sums[len(device) :, rank]
+            mine = host % len(c.host_regions) == rank if spread else np.ones(len(host), bool)
+            pages = host[mine] // len(c.host_regions) if spread else host
+            regions = np.full(len(pages), region, np.int32)
+            known = sums[len(device) :, 0 if spread else rank][mine]
+            if len(pages):
+                yield PageSections(regions, pages * c.page_bytes, sections), known
 
 
 def ended(pull: Pull, outcome: CopyOutcome, error: KVError | None) -> PlanEnded:
@@ -216,8 +221,12 @@ def _source(chain: ChainSpec, run: SpanRunTable) -> list[SpanRun]:
         order = TokenOrder(int(segments), int(interleave))
         end = at + order.segments // len(regions)
         on_host = bool((device[at:end] == NO_PAGE).all())
-        named = (c.host_regions, host) if on_host else (regions, device)
-        source.append(SpanRun(int(first), order, named[0], np.asarray(named[1][at:end], np.int64)))
+        pages = np.asarray((host if on_host else device)[at:end], np.int64)
+        where = c.host_regions if on_host else regions
+        if on_host and chain.placement is Placement.REPLICATED:
+            assert len(pages) == 1
+            where, pages = (c.host_regions[int(pages[0]) % len(where)],), pages // len(where)
+        source.append(SpanRun(int(first), order, where, pages))
         assert (source[-1].pages != NO_PAGE).all()
         at = end
     return source

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from kvmanager.configuration.groups import STAGING_REGION
+from kvmanager.core.checksums import SUM_WORDS, sections_of
 from kvmanager.core.events import PullTarget
 from kvmanager.core.spanplans import SpanRun
-from kvmanager.daemon.pulls import ON_HOST, SourceSpans, Staging, TargetClass, build_pull
+from kvmanager.daemon.pulls import ON_HOST, SourceSpans, Staging, TargetClass, build_pull, expected_sums
 from kvmanager.errors import LayoutMismatch
 from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.layout import KVFormat, KVLayout, indexer_layout, latent_layout, native_layout
@@ -16,6 +17,7 @@ from kvmanager.planwire import ring_from_proto, ring_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.transport.cpu import CpuExecutor
 from kvmanager.transport.executor import Outcome, RegionMap
+from kvmanager.wire import pack_u32, pack_u64
 
 FORMAT = KVFormat("test", ((0,), (1, 2), (3,)), latent_row_bytes=6, index_value_bytes=4, index_scale_bytes=2)
 ROWS = 4
@@ -214,6 +216,28 @@ def test_chunks_do_what_single_rows_would(seed: int) -> None:
     wanted = expected(source, targets, {region: len(memory) for region, memory in made.items()})
     for region, memory in made.items():
         assert np.array_equal(memory, wanted[region]), f"seed {seed}, region {region}"
+
+
+def test_host_pages_of_a_replicated_chain_lie_in_shares_in_turn() -> None:
+    """One rank is read; of three host shares, page i lies in share i mod 3."""
+    pages = np.array([4, ON_HOST + 7, ON_HOST + 3, 1, ON_HOST + 5])
+    ones = np.ones(len(pages), np.int64)
+    source = SourceSpans(1, np.arange(len(pages)) * ROWS, ones, ones, pages)
+    spans = (SpanRun(0, SEQUENTIAL, (LATENT_REGION,), np.arange(len(pages))),)
+    wanted = [TargetClass(LATENT, PullTarget("latent", spans, len(pages) * ROWS))]
+    made = build_pull(1, SOURCE, source, BASES[:1], wanted, Staging(2, 2), 0, host_addresses=HOST_BASES)
+    page = SOURCE.page_bytes
+    assert made.addresses.tolist() == [
+        BASES[0] + 4 * page, HOST_BASES[1] + 2 * page, HOST_BASES[0] + page, BASES[0] + page, HOST_BASES[2] + page,
+    ]  # fmt: skip
+    words = len(sections_of(SOURCE)) * SUM_WORDS
+    chain = pb.SourceChain(
+        summed_pages=pack_u32([1]), summed_host_pages=pack_u32([5, 7]), sums=pack_u64(np.arange(3 * words))
+    )
+    known = expected_sums(chain, SOURCE, BASES[:1], HOST_BASES, made.addresses)
+    assert known is not None
+    assert known.pages.tolist() == [1, 3, 4]
+    assert (known.sums[:, 0] // words).tolist() == [2, 0, 1]
 
 
 def test_a_position_that_the_source_does_not_have() -> None:
