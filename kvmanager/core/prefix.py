@@ -166,6 +166,8 @@ class PrefixIndex:
             found.append(step)
             at += len(step) * size
             parent = int(step[-1])
+        if len(found) == 1:
+            return found[0].copy(), at
         return np.concatenate(found) if found else no_rows(), at
 
     def _next(self, key: Keys, at: int, parent: int, namespace: int) -> Iterator[RowArray]:
@@ -387,8 +389,10 @@ class PrefixIndex:
             at = as_range(named)
             table.last_used[at] = now
             parents = table.parent[at]
+            if all_true(parents[1:] == named[:-1]):
+                parents = parents[:1]  # a path: each but the first stands below one that was touched just now
             parents = parents[parents != NO_SPAN]
-            parents = parents[table.last_used[as_range(parents)] < now]
+            parents = parents[table.last_used[parents] < now]
             named = np.unique(parents) if len(parents) else parents
 
     def descendants(self, row: int) -> list[int]:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvmanager.core.eviction import Kinds, Policy
 from kvmanager.core.return_rate import SessionBook
-from kvmanager.core.rows import BoolArray, RowArray, places
+from kvmanager.core.rows import BoolArray, RowArray, any_true, places
 from kvmanager.core.spans import NO_SPAN, SpanTable
 from kvmanager.core.spec import MissCosts
 
@@ -38,6 +38,8 @@ def children_first(
 
 def numbered(values: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """(the distinct values, ascending; which of them each is)."""
+    if len(values) and values.min() == values.max():
+        return values[:1], np.zeros(len(values), np.int64)
     least = int(values.min(initial=0))
     spread = int(values.max(initial=0)) - least + 1
     if spread > 4 * len(values) + 1024:
@@ -104,7 +106,9 @@ class Ranking:
                 used = self._last_used[some]
                 some = some[used <= np.partition(used, lacking)[lacking]]
             chosen = np.concatenate((places(self._rank < edge), some))
-        order = np.lexsort((-self._first_token[chosen], self._last_used[chosen], self._rank[chosen]))
+        keys = [key[chosen] for key in (self._last_used, self._rank)]
+        # What is alike for all decides nothing, and sorting by it takes as long as by anything else.
+        order = np.lexsort((-self._first_token[chosen], *(key for key in keys if any_true(key[1:] != key[:-1]))))
         return chosen[order]
 
     def _without_waiting(self, head: RowArray) -> RowArray:

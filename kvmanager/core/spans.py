@@ -151,8 +151,11 @@ class SpanTable:
         count = len(first_tokens)
         if count == 1:
             return np.array((self.add(int(first_tokens[0]), order, now, namespace, owner),), np.int64)
-        while len(self._unused) < count:
-            self._grow(len(self.live))
+        if len(self._unused) < count:
+            rows = len(self.live)
+            while len(self._unused) + rows < count:
+                rows += len(self.live) + rows  # doubled as often as need be
+            self._grow(rows)
         rest = len(self._unused) - count
         rows = self._unused[rest:][::-1].copy()
         self._unused.shorten(rest)
