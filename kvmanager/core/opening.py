@@ -31,7 +31,7 @@ from kvmanager.core.pulling import start_pull
 from kvmanager.core.refusal import exhausted
 from kvmanager.core.request import Request, RequestChain
 from kvmanager.core.residency import first_resident, take_hot
-from kvmanager.core.rows import RowList, as_range, no_rows
+from kvmanager.core.rows import RowArray, RowList, as_range
 from kvmanager.core.scrubbing import scrub
 from kvmanager.core.sessions import begin_turn
 from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, NO_SPAN
@@ -294,23 +294,27 @@ def _take_class(
     """Device pages for the new spans of one class; latent pages of a sparse group partly on the host."""
     chain, name = part.chain, part.chain.spec.classes[page_class].name
     new = part.rows.array[part.shared :]
-    host_rows = no_rows()
-    if group.spec.floats(name):
-        host_rows = np.asarray(_host_placed(group, request, part, page_class, shape), np.int64)
-    placed = [(DEVICE, new[~np.isin(new, host_rows)] if len(host_rows) else new), (HOST, host_rows)]
-    for tier, rows in placed:
-        if len(rows) == 0:
-            continue
-        needed = shape.new.pages(chain.spec) if len(rows) == len(new) else int(chain.widths(rows).sum())
-        pool = chain.pool(page_class, tier)
-        pages = state.reclaimers[group.spec.name].take(pool, name, needed)
-        if pages is None:
-            raise exhausted(state, group, pool, pool.slabs_needed({name: needed}), pool.free_slabs)
-        chain.put_many(page_class, tier, rows, pages)
     if not group.spec.floats(name):
+        _take_tier(state, group, chain, (page_class, DEVICE), new, shape.new.pages(chain.spec))
         return
+    host_rows = np.asarray(_host_placed(group, request, part, page_class, shape), np.int64)
+    for tier, rows in ((DEVICE, new[~np.isin(new, host_rows)]), (HOST, host_rows)):
+        _take_tier(state, group, chain, (page_class, tier), rows, int(chain.widths(rows).sum()))
     if len(host_rows) or len(chain.absent(page_class, DEVICE, part.rows.array[: part.shared])):
         take_hot(state, group, request)
+
+
+def _take_tier(
+    state: State, group: Group, chain: Chain, place: tuple[int, int], rows: RowArray, pages: int
+) -> None:
+    """Pages for spans, so many in all. `place`: class and tier. Raises PoolExhausted."""
+    if len(rows) == 0:
+        return
+    pool, name = chain.pool(*place), chain.spec.classes[place[0]].name
+    taken = state.reclaimers[group.spec.name].take(pool, name, pages)
+    if taken is None:
+        raise exhausted(state, group, pool, pool.slabs_needed({name: pages}), pool.free_slabs)
+    chain.put_many(*place, rows, taken)
 
 
 def _host_placed(

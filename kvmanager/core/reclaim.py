@@ -25,7 +25,7 @@ from kvmanager.core.tenants import goes_last, kept, span_units
 def idle(chain: Chain) -> BoolArray:
     """Spans that may lose pages now: published, unpinned, no plan on them (bool[rows])."""
     table = chain.table
-    rows: BoolArray = table.live & table.published & (table.pins == 0) & (table.busy == 0)
+    rows: BoolArray = table.published & ((table.pins | table.busy) == 0)
     return rows
 
 
@@ -33,7 +33,7 @@ def evictable(chain: Chain) -> BoolArray:
     """Idle spans whose descendants are all idle too, so that leaf-first eviction can reach them (bool[rows])."""
     table = chain.table
     free: BoolArray = idle(chain)
-    held = table.live & table.published & ~free
+    held = table.published ^ free
     parents = table.parent[held]
     if any_true(free[parents[parents != NO_SPAN]]):
         free &= ~_led_to(table.parent, held)
@@ -66,8 +66,11 @@ def in_use(chain: Chain) -> BoolArray:
     return held
 
 
-def droppable(chain: Chain, page_class: int, tier: int) -> BoolArray:
-    """Spans whose copy of a class in this tier may go now, because the other tier has one too (bool[rows])."""
+def droppable(chain: Chain, page_class: int, tier: int, leaves: BoolArray | None = None) -> BoolArray:
+    """Spans whose copy of a class in this tier may go now, because the other tier has one too (bool[rows]).
+
+    `leaves`: the chain's evictable spans, of one who has counted them.
+    """
     if not chain.has_host(page_class):
         return np.zeros(len(chain.table.live), bool)
     table = chain.table
@@ -79,7 +82,7 @@ def droppable(chain: Chain, page_class: int, tier: int) -> BoolArray:
     used = (table.pins == 1) & (table.anchored == 0) if chain.swaps else in_use(chain)
     # A device copy that could leave only because it is clean was counted on for promises: it stays clean.
     rows &= table.host_readers == 0
-    return rows & (used | evictable(chain))
+    return rows & (used | (evictable(chain) if leaves is None else leaves))
 
 
 def _in_pool(chain: Chain, pool: Pool) -> list[tuple[int, int]]:
@@ -109,7 +112,7 @@ def reclaimable_slabs(group: Group, pool: Pool) -> int:
             name = chain.spec.classes[page_class].name
             rows = may_go & (table.copies[page_class, tier] == READY)
             if chain.has_host(page_class):
-                rows |= droppable(chain, page_class, tier)
+                rows |= droppable(chain, page_class, tier, may_go)
             if keeps is not None:
                 rows &= ~keeps
             if pool.per_slab(name) == 1:
@@ -126,7 +129,8 @@ def reclaimable_slabs(group: Group, pool: Pool) -> int:
 
 def can_lose(group: Group, chain: Chain, page_class: int, tier: int) -> BoolArray:
     """Spans that could give up their copy of a class in a tier now, dropped or forgotten (bool[rows])."""
-    rows = evictable(chain) | droppable(chain, page_class, tier)
+    leaves = evictable(chain)
+    rows = leaves | droppable(chain, page_class, tier, leaves)
     keeps = _kept(group, chain)
     return rows if keeps is None else rows & ~keeps
 

@@ -152,10 +152,10 @@ class SpanTable:
         if count == 1:
             return np.array((self.add(int(first_tokens[0]), order, now, namespace, owner),), np.int64)
         if len(self._unused) < count:
-            rows = len(self.live)
-            while len(self._unused) + rows < count:
-                rows += len(self.live) + rows  # doubled as often as need be
-            self._grow(rows)
+            more = len(self.live)
+            while len(self._unused) + more < count:
+                more += len(self.live) + more  # doubled as often as need be
+            self._grow(more)
         rest = len(self._unused) - count
         rows = self._unused[rest:][::-1].copy()
         self._unused.shorten(rest)

@@ -129,8 +129,9 @@ def _next_mirrors(state: State, group: Group, number: int) -> list[int]:
 
 def _one_tenant(group: Group, chain: Chain, rows: list[int]) -> int:
     """The tenant of all of the spans; NOBODY where they are of several."""
-    owners = np.unique(group.tenants.of(chain.table.namespace[rows]))
-    return int(owners[0]) if len(owners) == 1 else NOBODY
+    of_namespace = group.tenants.of_namespace or [0]
+    owners = {of_namespace[namespace] for namespace in set(chain.table.namespace[rows].tolist())}
+    return owners.pop() if len(owners) == 1 else NOBODY
 
 
 def _wanting(group: Group, chain: Chain, queue: RowQueue, most: int) -> tuple[list[int], int]:
@@ -197,12 +198,17 @@ class _Choice:
     losses: Losses = NO_LOSSES
 
 
-def _choose(state: State, group: Group, chain: Chain, rows: list[int]) -> _Choice | None:
-    """Who of the spans is worth host pages; None where that takes more than one look, or there is no room."""
+def _choose(
+    state: State, group: Group, chain: Chain, rows: list[int], lacks: list[BoolArray]
+) -> _Choice | None:
+    """Who of the spans is worth host pages; None where that takes more than one look, or there is no room.
+
+    `lacks`: by class, which of them lack a host copy.
+    """
     index = np.asarray(rows, np.int64)
     wants: dict[str, dict[str, int]] = {}
-    for c in range(chain.table.classes):
-        lacking = index[lack(chain, c, index)]
+    for c, lacks_it in enumerate(lacks):
+        lacking = index[lacks_it]
         if len(lacking):
             wants.setdefault(chain.pool(c, HOST).name, {})[chain.page_class(c).name] = int(chain.widths(lacking).sum())
     full = [name for name, pages in wants.items() if group.pools[name].lacking_slabs(Want(pages)) > 0]
@@ -239,7 +245,7 @@ def _take_together(state: State, group: Group, chain: Chain, rows: list[int]) ->
     for lacking in lacks:
         table.busy[index[lacking]] += 1
     _borrow(state, group, chain, index)
-    choice = _choose(state, group, chain, rows)
+    choice = _choose(state, group, chain, rows, lacks)
     if choice is None or ((idle_rows or group.spec.swaps) and not promises_hold(group, choice.wants)):
         for lacking in lacks:
             table.busy[index[lacking]] -= 1
@@ -259,7 +265,7 @@ def _take_together(state: State, group: Group, chain: Chain, rows: list[int]) ->
 
 def _borrow(state: State, group: Group, chain: Chain, rows: RowArray) -> None:
     """Where a host pool shares its region and lacks room for these spans, it may get more of it."""
-    for c in range(chain.table.classes):
+    for c in range(chain.table.classes) if state.lenders else ():
         lacking = rows[lack(chain, c, rows)] if chain.has_host(c) else rows[:0]
         pool = chain.pool(c, HOST) if len(lacking) else None
         if pool is not None and pool.name in state.lenders:
