@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,23 @@ def _contents(*columns: npt.NDArray[Any]) -> list[bytes]:
 
 
 class ChainAudit:
-    """Looks at one chain as it is now. `rows`: its live spans, ascending. `where`: its name in a story."""
+    """Looks at one chain as it is now. `where`: its name in a story."""
 
     def __init__(self, chain: Chain, where: str) -> None:
         self._chain, self._table, self._where = chain, chain.table, where
-        self.rows = chain.table.rows()
-        self._pages = self._table.pages[:, :, self.rows]
-        self._copies = self._table.copies[:, :, self.rows]
+
+    @cached_property
+    def rows(self) -> RowArray:
+        """Its live spans, ascending."""
+        return self._table.rows()
+
+    @cached_property
+    def _pages(self) -> Int64Array:
+        return self._table.pages[:, :, self.rows]
+
+    @cached_property
+    def _copies(self) -> npt.NDArray[np.uint8]:
+        return self._table.copies[:, :, self.rows]
 
     def _each(self, holds: BoolArray, what: str) -> None:
         """`holds`: one entry a live span."""

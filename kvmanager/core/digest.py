@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
+from itertools import chain
+from operator import attrgetter
 from types import FunctionType
 from typing import Any, Final
 
@@ -108,8 +110,7 @@ def _way(kind: type) -> tuple[Callable[[_Walk, Any], None], bool]:
 
 def _dict(walk: _Walk, value: Any) -> None:
     walk.parts.append((type(value).__name__, len(value)))
-    for key, item in value.items():
-        walk.each((key, item))
+    walk.each(chain.from_iterable(value.items()))
 
 
 def _sequence(walk: _Walk, value: Any) -> None:
@@ -120,9 +121,11 @@ def _sequence(walk: _Walk, value: Any) -> None:
 def _dataclass(kind: type) -> Callable[[_Walk, Any], None]:
     """Writes the fields that are compared: others follow from these."""
     name, compared = kind.__qualname__, sorted(field.name for field in fields(kind) if field.compare)
+    # Of two names or more it gives a tuple.
+    values = attrgetter(*compared) if len(compared) > 1 else lambda value: [getattr(value, field) for field in compared]
 
     def write(walk: _Walk, value: Any) -> None:
         walk.parts.append((name,))
-        walk.each([getattr(value, field) for field in compared])
+        walk.each(values(value))
 
     return write

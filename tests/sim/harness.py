@@ -186,10 +186,11 @@ class World:
             case Notified():
                 self.inbox.setdefault((effect.engine, effect.epoch), []).append(effect)
 
-    def _page_states(self) -> dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]:
+    def _page_states(self) -> dict[tuple[str, str], tuple[bytes, bytes]]:
+        """Of each page class of a pool, the states and generations of its pages."""
         pools = [pool for group in self.node.state.groups.values() for pool in group.pools.values()]
         return {
-            (pool.name, name): (space.state.copy(), space.generation.copy())
+            (pool.name, name): (space.state.tobytes(), space.generation.tobytes())
             for pool in pools
             for name, space in pool.spaces.items()
         }
@@ -197,8 +198,13 @@ class World:
     def _poison_freed(self) -> None:
         """A page that was freed loses its bytes at once: whoever still relies on them finds poison."""
         before, self._free = self._free, self._page_states()
-        for key, (state, generation) in self._free.items():
-            old_state, old_generation = before[key]
+        for key, pages_now in self._free.items():
+            if pages_now == before[key]:
+                continue
+            (old_state, old_generation), (state, generation) = (
+                (np.frombuffer(states, np.uint8), np.frombuffer(generations, np.uint32))
+                for states, generations in (before[key], pages_now)
+            )
             lost = (old_state != _FREE) & ((state == _FREE) | (generation != old_generation))
             pages = np.flatnonzero(lost)
             if len(pages) == 0:
