@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import numpy as np
@@ -15,13 +16,20 @@ from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.wire import error_from_proto, pack_u64
 
+Tell = Callable[[pb.Ticket], dict[str, Any]]
+"""What an engine's answer says of a ticket."""
+
 
 @dataclass(frozen=True)
 class Exported:
-    """Pages of a whole prompt, of which the first `lease.tokens` tokens are filled, and a ticket that grows with it."""
+    """Pages of a whole prompt, of which the first `lease.tokens` tokens are filled, and a ticket that grows with it.
+
+    told: what the engine's answer says of it.
+    """
 
     lease: Lease
     ticket: pb.Ticket
+    told: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +104,15 @@ class EngineCalls(LeaseCalls):
         opened = self._client.take_ready(request_id)
         return None if opened is None else _lease(opened)
 
-    def export(self, request_id: int, wanted: Wanted, tokens: int, fence: pb.Fence) -> Exported:
+    def export(
+        self, request_id: int, wanted: Wanted, tokens: int, fence: pb.Fence, tell: Tell
+    ) -> Exported:  # fmt: skip
         """Pages for a prompt of `tokens` tokens, and a ticket on it that another node may use at once."""
         lease = self._open(request_id, wanted, tokens, fence)
         assert lease is not None, "nothing of a cache group lies on another tier"
         try:
-            return Exported(lease, self._client.export(request_id, self._timeout_s, expected_tokens=tokens))
+            ticket = self._client.export(request_id, self._timeout_s, expected_tokens=tokens)
+            return Exported(lease, ticket, tell(ticket))
         except KVError:
             self.close(request_id, fence, pb.ABORTED)
             raise

@@ -24,7 +24,7 @@ from kvmanager.clients.vllm.bell import Bell
 from kvmanager.clients.vllm.blocks import EngineBlocks
 from kvmanager.clients.vllm.copying import Copying
 from kvmanager.clients.vllm.engine_pool import Pool, engine_pool
-from kvmanager.clients.vllm.handover import params_of, ticket_of
+from kvmanager.clients.vllm.handover import Offer, offer_of, params_of
 from kvmanager.clients.vllm.link import Link
 from kvmanager.clients.vllm.orders import Orders, Report
 from kvmanager.clients.vllm.packing import Places, cpu_attention_places
@@ -33,7 +33,6 @@ from kvmanager.clients.vllm.settings import Settings, group_table, namespace_of,
 from kvmanager.clients.worker import connect_worker
 from kvmanager.errors import ConfigError, InvalidArgument, LayoutMismatch
 from kvmanager.layout import KVFormat, plain_format, plain_layout
-from kvmanager.protos import kvmanager_pb2 as pb
 
 F = TypeVar("F", bound=Callable[..., Any])
 IDLE_S: Final = 50e-6
@@ -149,7 +148,8 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduling.arrived(
                 request.request_id, request.block_hashes, str(params.get("session_id", "")),
                 export_tokens=request.num_prompt_tokens if params.get("do_remote_decode") else 0,
-                ticket=_ticket(request), token_ids=request.all_token_ids if self._tells_token_ids else (),
+                tell=lambda ticket: params_of(ticket, request), offer=_offer(request),
+                token_ids=request.all_token_ids if self._tells_token_ids else (),
             )  # fmt: skip
 
     @_harmless(lambda: (0, False))
@@ -192,9 +192,9 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Whether the request's blocks are still needed for a save."""
         if self._scheduling is None:
             return False, None
-        reason, ticket = request.get_finished_reason(), self._scheduling.ticket(request.request_id)
+        reason, told = request.get_finished_reason(), self._scheduling.handed_over(request.request_id)
         kept = self._scheduling.finished(request.request_id, str(reason) if reason is not None else "")
-        return kept, params_of(ticket, request) if ticket is not None else None
+        return kept, told
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -303,10 +303,10 @@ class KVManagerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._link.close()
 
 
-def _ticket(request: Any) -> pb.Ticket | None:
-    """The ticket that a request brings; None for one that can't be used, and then it is computed."""
+def _offer(request: Any) -> Offer | None:
+    """What a request brings of another engine; None for what can't be used, and then it is computed."""
     try:
-        return ticket_of(request.kv_transfer_params or {}, request)
+        return offer_of(request.kv_transfer_params or {}, request)
     except InvalidArgument as error:
         _log.warning("request %s: %s", request.request_id, error)
         return None

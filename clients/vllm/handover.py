@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -47,18 +48,35 @@ def covered(ticket: pb.Ticket) -> int:
     return int(ticket.expected_tokens or ticket.committed_tokens)
 
 
-def ticket_of(params: Mapping[str, Any], request: Any) -> pb.Ticket | None:
-    """The ticket that a request brings, None when it brings none. Raises InvalidArgument for one of another prompt."""
+@dataclass(frozen=True)
+class Offer:
+    """What a request brings of an engine that has prefilled it. tokens: of its prompt, as the ticket says."""
+
+    told: Mapping[str, Any]
+    digest: str
+    request: Any
+    tokens: int
+
+    def ticket(self) -> pb.Ticket:
+        """The ticket, once it is needed: this takes its time. Raises InvalidArgument for one of another prompt."""
+        try:
+            ticket = json_format.ParseDict(dict(self.told), pb.Ticket())
+        except (json_format.ParseError, TypeError, AttributeError) as error:
+            raise InvalidArgument(f"kv_transfer_params[{TICKET!r}] is no ticket: {error}") from error
+        if covered(ticket) != self.tokens or self.digest != prompt_digest(self.request, self.tokens):
+            raise InvalidArgument("the ticket is of another prompt: its bytes would be wrong here, so it is not used")
+        return ticket
+
+
+def offer_of(params: Mapping[str, Any], request: Any) -> Offer | None:
+    """What a request brings, None when it brings nothing. Raises InvalidArgument for what can't be a ticket on it."""
     told = params.get(TICKET)
     if told is None or not params.get("do_remote_prefill"):
         return None
     try:
-        ticket = json_format.ParseDict(told, pb.Ticket())
-    except (json_format.ParseError, TypeError, AttributeError) as error:
+        tokens = int(told.get("expected_tokens") or told.get("committed_tokens") or 0)
+    except (TypeError, ValueError, AttributeError) as error:
         raise InvalidArgument(f"kv_transfer_params[{TICKET!r}] is no ticket: {error}") from error
-    tokens = covered(ticket)
     if not 1 <= tokens <= request.num_prompt_tokens:
         raise InvalidArgument(f"a ticket on {tokens} tokens for a prompt of {request.num_prompt_tokens}")
-    if params.get(PROMPT) != prompt_digest(request, tokens):
-        raise InvalidArgument("the ticket is of another prompt: its bytes would be wrong here, so it is not used")
-    return ticket
+    return Offer(told, str(params.get(PROMPT)), request, tokens)

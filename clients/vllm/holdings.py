@@ -10,7 +10,8 @@ from typing import Any, Protocol, TypeVar
 from kvmanager.clients.callstream import Answer, Question
 from kvmanager.clients.leases import Lease, Questions
 from kvmanager.clients.vllm.bell import Bell
-from kvmanager.clients.vllm.calls import About, EngineCalls, Passed
+from kvmanager.clients.vllm.calls import About, EngineCalls, Passed, Tell
+from kvmanager.clients.vllm.handover import Offer
 from kvmanager.clients.vllm.orders import Ended
 from kvmanager.protos import kvmanager_pb2 as pb
 
@@ -106,11 +107,12 @@ class Store:
 class Export(Store):
     """A whole prompt of `tokens` tokens on its way to another node, its last block perhaps not full.
 
-    ticket: there once it is granted. renewed_s: when its lease was extended last.
+    ticket, told: there once it is granted. renewed_s: when its lease was extended last.
     """
 
     tokens: int = 0
     ticket: pb.Ticket = field(default_factory=pb.Ticket)
+    told: dict[str, Any] = field(default_factory=dict)
     renewed_s: float = 0.0
 
     def complete(self, held: Held) -> int:
@@ -146,14 +148,13 @@ class Export(Store):
 
 @dataclass
 class Pull:
-    """The first `tokens` tokens of a request on their way from another node.
+    """The first tokens of a request on their way from another node.
 
     asked: for as request `request_id` of the session. landing: the answer when it is not there at once. lease: what has
     landed.
     """
 
-    ticket: pb.Ticket
-    tokens: int
+    offer: Offer
     begun_s: float
     request_id: int = 0
     asked: Answer[object] | None = None
@@ -182,7 +183,8 @@ class Held:
     known: cached tokens as looked up. end: tokens that are computed after the step that is being built. final: leading
     blocks that are complete then, in `blocks`. saved: leading blocks that the cache has or had. finished_s: when it
     ended, 0 before. barred: a load of it failed. It still holds the blocks of that load, so it is computed and offered
-    no other. export_tokens: of a prompt that is to be handed over and is not asked for yet, 0: none.
+    no other. export_tokens: of a prompt that is to be handed over and is not asked for yet, 0: none; tell: what the
+    answer says of it then.
     """
 
     request_id: str
@@ -196,6 +198,7 @@ class Held:
     store: Store | None = None
     export: Export | None = None
     export_tokens: int = 0
+    tell: Tell | None = None
     pull: Pull | None = None
     pause_until: float = 0.0
     blocks: list[int] = field(default_factory=list)

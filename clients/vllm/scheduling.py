@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvmanager.clients.callstream import Answer
 from kvmanager.clients.leases import Lease
-from kvmanager.clients.vllm.calls import About, Exported, Passed, Wanted
-from kvmanager.clients.vllm.handover import covered
+from kvmanager.clients.vllm.calls import About, Exported, Passed, Tell, Wanted
+from kvmanager.clients.vllm.handover import Offer
 from kvmanager.clients.vllm.holdings import Export, Held, Line, Load, Pull, Store, result_or
 from kvmanager.clients.vllm.orders import Ended, LoadOrder, Orders, Report, SaveOrder
 from kvmanager.errors import CapacityError
@@ -60,20 +60,20 @@ class Scheduling:
 
     def arrived(
         self, request_id: str, keys: Sequence[bytes], session_id: str = "", *,
-        export_tokens: int = 0, ticket: pb.Ticket | None = None, token_ids: Sequence[int] = (),
+        export_tokens: int = 0, tell: Tell | None = None, offer: Offer | None = None, token_ids: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """A request came; it is looked up ahead of being asked about.
 
-        export_tokens: of its prompt, if another engine shall go on with it. ticket: on what another has computed of it.
+        export_tokens, tell: of its prompt, if another engine shall go on with it. offer: of what another has computed.
         token_ids: its tokens, growing as the keys do, where KV events shall tell them.
         """
         about = About(request_id[:TEXT_CHARS], session_id, keys, token_ids)
         held = Held(request_id, keys, about, asked_s=time.monotonic())
         self._held[request_id] = self._stirred[request_id] = held
-        if ticket is not None:
-            held.pull = Pull(ticket, covered(ticket), held.asked_s)
-        elif export_tokens:
-            held.export_tokens = export_tokens
+        if offer is not None:
+            held.pull = Pull(offer, held.asked_s)
+        elif export_tokens and tell is not None:
+            held.export_tokens, held.tell = export_tokens, tell
         else:
             self._look_up(held)
 
@@ -86,8 +86,8 @@ class Scheduling:
             return None
         if held.pull is not None:
             held.local = computed
-            held.saved = max(held.saved, held.pull.tokens // self._tokens)
-            more = min(held.pull.tokens, tokens) - computed
+            held.saved = max(held.saved, held.pull.offer.tokens // self._tokens)
+            more = min(held.pull.offer.tokens, tokens) - computed
             if more <= 0:
                 self._end_pull(held, pb.FINISHED)
             return max(more, 0)
@@ -168,19 +168,20 @@ class Scheduling:
         if held.export_tokens:
             lease_id, tokens, held.export_tokens = self._new_lease("store", request_id), held.export_tokens, 0
             wanted = Wanted(held.about, tokens // self._tokens, self._tokens)
+            tell = held.tell
+            assert tell is not None
             asked = self._waited(
-                self._line.ask(lambda calls: calls.export(lease_id, wanted, tokens, passed.fence()))
+                self._line.ask(lambda calls: calls.export(lease_id, wanted, tokens, passed.fence(), tell))
             )
             held.export = Export(lease_id, asked, self._line.epoch, tokens=tokens)
         else:
             pull = held.pull
             assert pull is not None
             pull.request_id = self._new_lease("pull", request_id)
-            wanted = Wanted(held.about, pull.tokens // self._tokens, self._tokens)
+            offer, number = pull.offer, pull.request_id
+            wanted = Wanted(held.about, offer.tokens // self._tokens, self._tokens)
             pull.asked = self._waited(
-                self._line.ask(
-                    lambda calls: calls.pull(pull.request_id, wanted, pull.tokens, passed.fence(), pull.ticket)
-                )
+                self._line.ask(lambda calls: calls.pull(number, wanted, offer.tokens, passed.fence(), offer.ticket()))
             )
 
     def _exporting(self, held: Held) -> bool:
@@ -202,7 +203,7 @@ class Scheduling:
             self._give_up_export(held, export)
             return False
         assert isinstance(exported, Exported)
-        lease, export.ticket = exported.lease, exported.ticket
+        lease, export.ticket, export.told = exported.lease, exported.ticket, exported.told
         export.granted, export.renewed_s = True, time.monotonic()
         export.first = lease.tokens // self._tokens
         export.pages = lease.pages[export.first :]
@@ -250,13 +251,13 @@ class Scheduling:
         held.load = Load(pull.request_id, held.local // self._tokens, list(block_ids), there, self._line.epoch)
         held.pull = None
 
-    def ticket(self, request_id: str) -> pb.Ticket | None:
-        """On a request's prompt, if it was asked for and all of it is computed; ask before `finished`."""
+    def handed_over(self, request_id: str) -> dict[str, Any] | None:
+        """What tells of a request's prompt, if that was asked for and all of it is computed; ask before `finished`."""
         held = self._held.get(request_id)
         export = held.export if held is not None else None
         if held is None or export is None or not export.granted or export.failed:
             return None
-        return export.ticket if export.done or held.end >= export.tokens else None
+        return export.told if export.done or held.end >= export.tokens else None
 
     # --------------------------------------------------------------------------------- steps
 

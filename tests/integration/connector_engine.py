@@ -13,7 +13,7 @@ import torch
 
 from kvmanager.clients.vllm.blocks import EngineBlocks
 from kvmanager.clients.vllm.copying import Copying
-from kvmanager.clients.vllm.handover import params_of, ticket_of
+from kvmanager.clients.vllm.handover import offer_of, params_of
 from kvmanager.clients.vllm.link import Link
 from kvmanager.clients.vllm.scheduling import Scheduling
 from kvmanager.clients.vllm.settings import Settings
@@ -79,10 +79,11 @@ class ConnectorEngine:
             request_id=request_id, prompt_token_ids=tokens, num_prompt_tokens=len(tokens),
             kv_transfer_params=params or {}, block_hashes=[keys[at : at + 32] for at in range(0, len(keys), 32)],
         )  # fmt: skip
-        ticket = ticket_of(request.kv_transfer_params, request)
+        offer = offer_of(request.kv_transfer_params, request)
         self.scheduling.arrived(
             request_id, request.block_hashes,
-            export_tokens=len(tokens) if request.kv_transfer_params.get("do_remote_decode") else 0, ticket=ticket,
+            export_tokens=len(tokens) if request.kv_transfer_params.get("do_remote_decode") else 0, offer=offer,
+            tell=lambda ticket: params_of(ticket, request),
             token_ids=tokens if self.namespace.token_ids else (),
         )  # fmt: skip
         self.running[request_id] = Running(request, tokens)
@@ -145,9 +146,9 @@ class ConnectorEngine:
                 self.free += held.blocks
 
     def _finish(self, request_id: str, held: Running, reason: str) -> None:
-        ticket = self.scheduling.ticket(request_id)
+        told = self.scheduling.handed_over(request_id)
         kept = self.scheduling.finished(request_id, reason)
-        held.ended = params_of(ticket, held.request) if ticket is not None else {}
+        held.ended = told or {}
         if kept:
             self.kept[request_id] = held.blocks
         elif not held.loading:

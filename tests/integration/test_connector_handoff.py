@@ -132,10 +132,15 @@ def test_an_expired_ticket_costs_a_prefill(source: Node, prefill: ConnectorEngin
 
 def test_a_ticket_of_another_prompt_is_not_used(prefill: ConnectorEngine, decode: ConnectorEngine) -> None:
     first = prefill.serve("a", prompt(6), PREFILL)
-    with pytest.raises(InvalidArgument, match="another prompt"):
-        decode.add("a", prompt(7), first.ended)
-    with pytest.raises(InvalidArgument, match="no ticket"):
-        decode.add("a", prompt(6), {**first.ended, "kvmanager_ticket": {"ticket": 1}})
+    assert first.ended
+    ticket = first.ended["kvmanager_ticket"]
+    for name, tokens, told in (("a", prompt(7), ticket), ("b", prompt(6), {**ticket, "unknown": 1})):
+        got = decode.serve(name, tokens, {**first.ended, "kvmanager_ticket": told})
+        assert (got.loaded, got.computed) == (0, TOKENS)
+        assert decode.right(got)
+    for told, why in (({"ticket": 1}, "on 0 tokens"), ({"committed_tokens": "x"}, "no ticket"), ([1], "no ticket")):
+        with pytest.raises(InvalidArgument, match=why):
+            decode.add("c", prompt(6), {**first.ended, "kvmanager_ticket": told})
 
 
 def test_the_source_is_gone(decode: ConnectorEngine, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -48,7 +48,7 @@ def stored(served: Node, tokens: int) -> None:
 
 def test_loaded_is_computed_is_what_hugging_face_says(served: Node, first: Engine, expected: list[int]) -> None:
     before = served.counters()["stored_tokens"]
-    cold = first.generate(PROMPT)
+    cold = first.generate(PROMPT, session="talk")
     assert cold["cached"] == [0]
     assert cold["tokens"] == [expected]
     first.generate(prompt(98, 8), tokens=4)  # steps in which the last saves are ordered
@@ -63,6 +63,7 @@ def test_loaded_is_computed_is_what_hugging_face_says(served: Node, first: Engin
     stories = [[line.text for line in served.admin.explain("request", id_).lines] for id_ in (stored_id, loaded_id)]
     assert any("800 tokens in vllm, 0 found" in line for line in stories[0]), stories
     assert any("stored up to token 800" in line for line in stories[0]), stories
+    assert any("of session talk" in line for line in stories[0]), "the request's hint ranks what it stored"
     assert any("found" in line for line in stories[1]), stories
     assert any("ended: loaded" in line for line in stories[1]), stories
 
