@@ -77,7 +77,7 @@ class Answer(Generic[T]):
             self._waiter.set()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Question(Generic[T]):
     """A call, and what its answer says."""
 

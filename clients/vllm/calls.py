@@ -32,7 +32,7 @@ class Exported:
     told: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class About:
     """What a request's calls say of it. name: the engine's own. keys, token_ids: growing; no token ids: not told."""
 
@@ -42,7 +42,7 @@ class About:
     token_ids: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wanted:
     """The first segments of a request. What costs time is left to the thread that makes the call."""
 
@@ -67,7 +67,7 @@ class Wanted:
         return np.asarray(ids[: self.tokens], "<u4").tobytes() if len(ids) else b""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Passed:
     """A fence to be: (attach id, timeline value) of each rank."""
 

@@ -90,7 +90,7 @@ class Store:
         """Leading pages whose blocks are complete."""
         return min(held.final - self.first, len(self.pages))
 
-    def written(self, line: Line, block_tokens: int, passed: Passed) -> None:
+    def written(self, line: Line, block_tokens: int, passed: Callable[[], Passed]) -> None:
         """Some more pages are filled; a reservation tells of all at its end."""
 
     def end(self, line: Line, block_tokens: int, passed: Passed) -> None:
@@ -124,13 +124,14 @@ class Export(Store):
         """Whether all of it is filled."""
         return self.granted and not self.failed and self.copied == len(self.pages)
 
-    def written(self, line: Line, block_tokens: int, passed: Passed) -> None:
+    def written(self, line: Line, block_tokens: int, passed: Callable[[], Passed]) -> None:
         """Some more pages are filled: who pulls goes on."""
         if self.failed:
             return
         request_id, capacity = self.lease_id, self.tokens
         tokens = min((self.first + self.copied) * block_tokens, self.tokens)
-        line.tell(lambda calls: calls.write(request_id, tokens, capacity, passed.fence()))
+        covering = passed()
+        line.tell(lambda calls: calls.write(request_id, tokens, capacity, covering.fence()))
 
     def end(self, line: Line, block_tokens: int, passed: Passed) -> None:
         """No more pages come; where some are missing, who pulls is told."""
@@ -175,7 +176,7 @@ class Pull:
         return self.lease is None
 
 
-@dataclass
+@dataclass(slots=True)
 class Held:
     """A request. keys: one a full block of its tokens, growing.
 

@@ -400,7 +400,7 @@ class Scheduling:
             store.copied += next(iter(said.values())).copies
             store.failed |= not all(ended.ok for ended in said.values())
             store.said.append(said)
-            store.written(self._line, self._tokens, self._passed())
+            store.written(self._line, self._tokens, self._passed)
             if store.copied == store.ordered and (store.failed or store.copied == len(store.pages)):
                 self._finish_store(held, store)
 

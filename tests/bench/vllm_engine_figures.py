@@ -83,7 +83,9 @@ def measure(directory: Path) -> dict[str, float]:
         alone = engine.ask("engine_alone", prompts=prompts)
         seen["engine_alone_to_answer_p50_s"] = median(alone["answer_s"])
         seen["engine_alone_asked_most"] = max(alone["asked"])
-        seen["lookup_alone_p50_s"] = median(engine.ask("lookups", keys=PROMPT_TOKENS // BLOCK, count=100)["lookup_s"])
+        prompts = [prompt(seed, PROMPT_TOKENS) for seed in range(3000, 3000 + ROUNDS)]
+        waited = engine.ask("lookups", keys=PROMPT_TOKENS // BLOCK, prompts=prompts)["lookup_s"]
+        seen["lookup_alone_p50_s"] = median(waited)
         seen["asked_until_answered_most"] = max(times["asked"])
         seen["decode_step_s"] = engine.generate(prompt(997, 40), tokens=400)["seconds"] / 400
         alone = _since(engine.ask("times")["times"], times["times"])

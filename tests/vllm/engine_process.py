@@ -11,14 +11,17 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 from vllm import LLM, SamplingParams
 
 from kvmanager.clients.vllm import connector as module
+from kvmanager.clients.vllm.blocks import EngineBlocks
 
 HOOKS = ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
          "update_connector_output", "request_finished")  # fmt: skip
 WORKER_HOOKS = ("start_load_kv", "wait_for_save", "get_finished", "get_block_ids_with_load_errors",
                 "build_connector_worker_meta")  # fmt: skip
+LOAD = EngineBlocks.load
 CONTROL = "control"
 times: dict[str, list[tuple[float, float]]] = {}
 """Hook -> seconds and CPU seconds of each call; `CONTROL`: of as many that read one variable in the same places."""
@@ -138,20 +141,28 @@ def hook_times(_llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
     return {"times": times, "answer_s": answer_s, "asked": list(asked.values())}
 
 
-def lookups_s(keys: int, count: int) -> list[float]:
-    """Seconds of each of some lookups that this thread waits for, while the engine does nothing."""
-    link, seconds = scheduler[0]._link, []
-    for number in range(count):
-        wanted = b"".join(hashlib.sha256(f"{number}.{key}".encode()).digest() for key in range(keys))
-        start = time.perf_counter()
-        link.read(lambda calls, wanted=wanted: calls.lookup(wanted, keys)).result(timeout=10)
-        seconds.append(time.perf_counter() - start)
-    return seconds
+def lookups(llm: LLM, order: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of lookups that this thread waits for and nobody else disturbs; of each prompt one when it is done.
+
+    Between them the engine computes, with hooks that do nothing, so that caches are as cold as they are in its hooks.
+    """
+    seconds = []
+    for number, tokens in enumerate(order["prompts"]):
+        engine_alone(llm, {"prompts": [tokens]})
+        seconds.append(lookup_s(number, order["keys"]))
+    return {"lookup_s": seconds}
+
+
+def lookup_s(number: int, keys: int) -> float:
+    link = scheduler[0]._link
+    wanted = b"".join(hashlib.sha256(f"{number}.{key}".encode()).digest() for key in range(keys))
+    start = time.perf_counter()
+    link.read(lambda questions: questions.lookup(wanted, keys)).result(timeout=10)
+    return time.perf_counter() - start
 
 
 def break_loads() -> dict[str, Any]:
     """From now on every load fails after its copy."""
-    from kvmanager.clients.vllm.blocks import EngineBlocks
 
     def load(self: Any, _rows: Any, _pages: Any, block_ids: Any) -> None:
         for view in self._views:
@@ -160,6 +171,18 @@ def break_loads() -> dict[str, Any]:
 
     EngineBlocks.load = load  # type: ignore[method-assign]
     return {"broken": True}
+
+
+def spoil_loads() -> dict[str, Any]:
+    """From now on every load brings other numbers, float32, and nobody is told."""
+
+    def load(self: Any, rows: Any, pages: Any, block_ids: Any) -> None:
+        LOAD(self, rows, pages, block_ids)
+        for view in self._views:
+            view[list(block_ids)] = (view[list(block_ids)].view(np.float32) * 1.5).view(np.uint8)
+
+    EngineBlocks.load = load  # type: ignore[method-assign]
+    return {"spoiled": True}
 
 
 def abort_while_loading(llm: LLM, order: dict[str, Any]) -> dict[str, Any]:
@@ -178,9 +201,10 @@ ORDERS = {
     "metrics": metrics,
     "times": hook_times,
     "engine_alone": engine_alone,
-    "lookups": lambda _, order: {"lookup_s": lookups_s(order["keys"], order["count"])},
+    "lookups": lookups,
     "abort": lambda llm, order: abort_while_loading(llm, order),
     "break_loads": lambda _llm, _: break_loads(),
+    "spoil_loads": lambda _llm, _: spoil_loads(),
 }
 
 

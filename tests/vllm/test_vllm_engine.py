@@ -130,6 +130,12 @@ def test_the_engine_is_killed_and_another_in_chunks_with_few_blocks_takes_over(
         failed = second.generate(PROMPT)
         assert failed["tokens"] == [expected]
         assert failed["reasons"] == ["length"]
+        # The control: what is loaded does decide the tokens.
+        second.ask("spoil_loads")
+        second.ask("reset")
+        spoiled = second.generate(PROMPT)
+        assert spoiled["cached"][0] >= 768
+        assert spoiled["tokens"] != [expected]
     served.wait_at_rest()
 
 
