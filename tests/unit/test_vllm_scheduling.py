@@ -205,6 +205,7 @@ def test_the_blocks_of_a_finished_request_are_kept_for_its_save(side: Scheduling
     line.answer("reserve_of", Lease(0, [6, 7, 8, 9]))
     orders = build(side, {})
     assert orders.saves[0].block_ids == [1, 2, 3, 4]
+    assert orders.saves[0].kept, "nobody writes them, so the engine need not wait for the copy"
     assert orders.released == ["r"], "workers save before they say that the blocks may go"
     save(side, orders, 9)
     build(side, {})
@@ -261,6 +262,23 @@ def test_a_daemon_that_started_anew_has_none_of_our_leases(side: Scheduling, lin
     assert not [name for name, *_ in line.asked if name == "reserve_of"], "no rank is attached to the new one yet"
     side.reported([Report(0, 2, 90)])
     build(side, {"r": (71, [1, 2, 3, 4, 5])})
+    assert [name for name, *_ in line.asked] == ["reserve_of"]
+
+
+def test_what_was_saved_is_saved_again_where_the_daemon_started_anew(side: Scheduling, line: FakeLine) -> None:
+    side.arrived("r", KEYS[:4])
+    line.answer("lookup", 0)
+    side.matched("r", 70, 0)
+    side.allocated("r", [1, 2, 3, 4, 5], 0)
+    build(side, {"r": (70, [1, 2, 3, 4, 5])})
+    line.answer("reserve_of", Lease(0, [6, 7, 8, 9]))
+    save(side, build(side, {"r": (71, [1, 2, 3, 4, 5])}), 3)
+    build(side, {"r": (72, [1, 2, 3, 4, 5])})
+    assert not line.asked
+    line.epoch = 2
+    build(side, {"r": (73, [1, 2, 3, 4, 5])})
+    side.reported([Report(0, 2, 90)])
+    build(side, {"r": (74, [1, 2, 3, 4, 5])})
     assert [name for name, *_ in line.asked] == ["reserve_of"]
 
 
@@ -352,15 +370,15 @@ def test_a_request_that_decodes_is_looked_at_only_when_it_has_filled_a_block(sid
         asked.append(request_id)
         return blocks
 
-    for end in range(72, 80):
+    for end in range(72, 79):
         assert side.build({"r": end}, block_ids).saves == []
     assert not asked
-    keys.append(KEYS[4])  # the fifth block is full when the step is done
-    side.build({"r": 80}, block_ids)
+    keys.append(KEYS[4])  # its last token is known, and computed in the next step
+    side.build({"r": 79}, block_ids)
     assert asked == ["r"]
-    line.answer("reserve_of", Lease(64, [10]))
-    (order,) = side.build({"r": 81}, block_ids).saves
-    assert (order.pages, order.block_ids) == ([10], [5])
+    line.answer("reserve_of", Lease(64, [10]))  # in time for the step that fills it
+    (order,) = side.build({"r": 80}, block_ids).saves
+    assert (order.pages, order.block_ids, order.kept) == ([10], [5], False)
     save(side, Orders(saves=[order]), 4)
     assert [entry[0] for entry in line.told] == ["commit", "commit"]
 
