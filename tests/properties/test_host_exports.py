@@ -28,9 +28,11 @@ from kvmanager.core.events import (
 )
 from kvmanager.core.patterns import Rows
 from kvmanager.core.spans import NO_PAGE
-from kvmanager.core.spec import Limits
+from kvmanager.core.spec import Limits, Placement
 from kvmanager.errors import KVError
-from tests.sim.bytes_driver import pattern, start
+from tests.sim.bytes_driver import BytesClient, BytesDriver, pattern, start
+from tests.sim.content import PAGE_ROWS
+from tests.sim.worlds import Regions, replicated
 
 LIMITS = Limits(export_from_host=True, checksums=1, ticket_ttl_ns=60_000, ticket_grace_ns=20_000, batch_spans=2)
 ENDS = [CopyOutcome.DONE] * 8 + [CopyOutcome.FAILED, CopyOutcome.UNKNOWN_FATE]
@@ -47,13 +49,38 @@ class Held:
     opened: Opened | None = None
 
 
+class EveryRank(BytesClient):
+    """An engine of a replicated group: all ranks hold all tokens."""
+
+    def rows(self, opened: Opened, first: int, last: int, rank: int = 0) -> Rows:
+        c, rows = self.spec.chains[0].classes[0], self.spec.page_rows
+        positions = np.arange(first, last)
+        pages = np.asarray(opened.spans[0].pages["kv"][0], np.int64)[positions // rows]
+        assert (pages >= 0).all()
+        return Rows(np.full(len(positions), c.device_regions[rank], np.int32), pages, positions % rows)
+
+    def write(self, opened: Opened, what: object, first: int, last: int) -> None:
+        super().write(opened, what, first, last)
+        for rank in range(1, self.spec.ranks):
+            rows = self.rows(opened, first, last, rank)
+            self.driver.memory.fill(self.layout, rows, pattern(what, np.arange(first, last)))
+
+
+def engine(ranks: int, page_rows: int, placement: Placement) -> tuple[BytesDriver, BytesClient]:
+    if placement is Placement.SHARDED:
+        return start(6, 11, LIMITS, ranks=ranks, page_rows=page_rows)
+    driver = BytesDriver([replicated(Regions({}), "p", 6, 11, ranks)], LIMITS)
+    return driver, EveryRank(driver, "p")
+
+
 class History:
     """One node, one engine, and whoever reads its tickets."""
 
-    def __init__(self, seed: int, ranks: int, page_rows: int) -> None:
+    def __init__(self, seed: int, ranks: int, page_rows: int, placement: Placement) -> None:
         self.draw = random.Random(seed)
-        self.driver, self.client = start(6, 11, LIMITS, ranks=ranks, page_rows=page_rows)
-        self.span = ranks * page_rows
+        self.driver, self.client = engine(ranks, page_rows, placement)
+        self.placement = placement
+        self.span = page_rows if placement is Placement.REPLICATED else ranks * page_rows
         for number, what in enumerate(SESSIONS):
             self.client.serve(1_000 + number, 4 * self.span, what)
         self.requests: dict[int, Held] = {}
@@ -121,6 +148,8 @@ class History:
     def _rows(self, pages: TicketPages) -> Rows:
         c = self.client.spec.chains[0].classes[0]
         ranks = self.client.spec.ranks
+        if self.placement is Placement.REPLICATED:
+            return self._shared_rows(pages)
         device, host = pages.spans[0].pages["kv"]
         positions = np.arange(pages.committed_tokens)
         span, rank = positions // self.span, positions % ranks
@@ -129,6 +158,15 @@ class History:
         return Rows(
             regions.astype(np.int32), np.where(on_host, host[span], device[span]), positions % self.span // ranks
         )
+
+    def _shared_rows(self, pages: TicketPages) -> Rows:
+        """Of a replicated chain: rank 0's device pages, or host page i in share i mod n."""
+        c, shares = self.client.spec.chains[0].classes[0], self.client.spec.ranks
+        positions = np.arange(pages.committed_tokens)
+        device, host = (side[positions // self.span] for side in pages.spans[0].pages["kv"])
+        on_host = device == NO_PAGE
+        regions = np.where(on_host, np.asarray(c.host_regions)[host % shares], c.device_regions[0])
+        return Rows(regions.astype(np.int32), np.where(on_host, host // shares, device), positions % self.span)
 
     def acts(self, action: str) -> None:
         draw, running = self.draw, [n for n, held in self.requests.items() if held.opened is not None]
@@ -173,12 +211,16 @@ class History:
         return self.happened
 
 
-@pytest.mark.parametrize(("ranks", "page_rows"), [(8, 8), (2, 4), (1, 8)])
-def test_what_readers_may_keep_is_right(ranks: int, page_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "page_rows", "placement"),
+    [(8, 8, Placement.SHARDED), (2, 4, Placement.SHARDED), (1, 8, Placement.SHARDED),
+     (3, PAGE_ROWS, Placement.REPLICATED)],
+)  # fmt: skip
+def test_what_readers_may_keep_is_right(ranks: int, page_rows: int, placement: Placement) -> None:
     happened: Counter[str] = Counter()
     for seed in range(6):
         try:
-            happened += History(seed, ranks, page_rows).play(120)
+            happened += History(seed, ranks, page_rows, placement).play(120)
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise

@@ -11,7 +11,7 @@ from kvmanager.core.events import CopyOutcome, Event, Opened
 from kvmanager.core.patterns import Rows
 from kvmanager.core.plans import CopyPlan
 from kvmanager.core.pool import PageState
-from kvmanager.core.spec import GroupSpec, Limits
+from kvmanager.core.spec import GroupSpec, Limits, Placement
 from kvmanager.errors import KVError
 from kvmanager.transport.checksums import sum_pages
 from kvmanager.transport.cpu import do_piece
@@ -56,9 +56,18 @@ class BytesDriver(Driver):
             old = before[regions, page_bytes]
             freed = (old != 0) & ((state == PageState.FREE) | (generations != old))
             for page in np.flatnonzero(freed).tolist():
-                for region in regions:
-                    self.memory.poison(region, page * page_bytes, page_bytes)
+                for region, place in self._places(regions, page):
+                    self.memory.poison(region, place * page_bytes, page_bytes)
         return answer
+
+    def _places(self, regions: tuple[int, ...], page: int) -> list[tuple[int, int]]:
+        """(region, page in it): of every rank, or the one share that has a host page of a replicated chain."""
+        for chain in (chain for spec in self.specs for chain in spec.chains):
+            shared = chain.placement is Placement.REPLICATED and any(c.host_regions == regions for c in chain.classes)
+            if shared:
+                place, share = divmod(page, len(regions))
+                return [(regions[share], place)]
+        return [(region, page) for region in regions]
 
     def _spaces(self) -> list[tuple[tuple[int, ...], int, np.ndarray, np.ndarray]]:
         found = []

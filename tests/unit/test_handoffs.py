@@ -10,14 +10,26 @@ import numpy as np
 import pytest
 
 from kvmanager.configuration.moverconfig import MoverSection
-from kvmanager.core.events import ChainPull, CopyOutcome, PlanEnded, PullTarget, StartPull, TicketInfo
+from kvmanager.core.checksums import SUM_WORDS, sections_of
+from kvmanager.core.events import (
+    ChainPull,
+    CopyOutcome,
+    PlanEnded,
+    PullTarget,
+    SpanRunTable,
+    StartPull,
+    TicketInfo,
+)
 from kvmanager.core.spanplans import SpanRun
-from kvmanager.daemon.handoff import Handoffs, check_same
+from kvmanager.core.spans import NO_PAGE
+from kvmanager.daemon.handoff import Handoffs, check_same, source_spans
+from kvmanager.daemon.pulls import Staging, TargetClass, build_pull, expected_sums
 from kvmanager.errors import KVError, NotReady, PeerUnreachable, StalePage, TransferFailed, UnknownLease
-from kvmanager.geometry import TokenOrder
+from kvmanager.geometry import SEQUENTIAL, TokenOrder
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.wire import layout_to_proto, pack_u32, pack_u64
-from tests.sim.worlds import RANKS, Regions, hisparse, sharded
+from kvmanager.services.peer_service import _source_chain
+from kvmanager.wire import layout_to_proto, pack_u32, pack_u64, unpack_u64
+from tests.sim.worlds import RANKS, Regions, hisparse, replicated, sharded
 
 WAIT_S = 60.0
 PLAN = 1 << 16
@@ -204,3 +216,31 @@ def test_a_grown_ticket_must_begin_with_the_pages_that_were_read(bench):
     ):  # fmt: skip
         with pytest.raises(StalePage):
             check_same(before, other)
+
+
+def test_a_replicated_source_says_where_its_host_shares_are():
+    """What the source answers, as the target reads it: rank 0's device pages, host pages in shares in turn."""
+    (chain,) = replicated(Regions({}), "p", 6, 12, 3).chains
+    (c,) = chain.classes
+    device, host = np.array([2, NO_PAGE, NO_PAGE]), np.array([NO_PAGE, 4, 11])
+    ones = np.ones(3, np.int64)
+    table = SpanRunTable("main", 0, np.arange(3) * 4, ones, ones, np.arange(3, dtype=np.uint64), {"kv": (device, host)})
+    addresses = {region: region << 30 for region in (*c.device_regions, *c.host_regions)}
+    words = len(sections_of(c.layout)) * SUM_WORDS
+    summed = np.empty(0, np.int64), np.array([11]), np.arange(words, dtype=np.uint64).reshape(1, 1, words)
+    said = _source_chain(chain, c, table, summed, 6, addresses)
+    assert [rank.base_address for rank in said.ranks] == [c.device_regions[0] << 30]
+    spans = source_spans(said)
+    wanted = TargetClass(c.layout, PullTarget("kv", (SpanRun(0, SEQUENTIAL, (99,), np.arange(3)),), 12))
+    shares = unpack_u64(said.host_shares, "host_shares").tolist()
+    bases = [said.ranks[0].base_address]
+    ring = build_pull(1, c.layout, spans, bases, [wanted], Staging(1, 3), 0, host_addresses=shares)
+    page = c.page_bytes
+    assert ring.addresses.tolist() == [
+        (c.device_regions[0] << 30) + 2 * page,
+        (c.host_regions[1] << 30) + page,
+        (c.host_regions[2] << 30) + 3 * page,
+    ]
+    known = expected_sums(said, c.layout, bases, shares, ring.addresses)
+    assert known.pages.tolist() == [2]
+    assert known.sums.tolist() == [list(range(words))]
