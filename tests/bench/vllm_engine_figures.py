@@ -59,10 +59,16 @@ def measure(directory: Path) -> dict[str, float]:
     model = checkpoint("llama", directory / "llama")
     seen: dict[str, float] = {}
     seeds = range(100, 100 + ROUNDS)
+    example = {
+        "kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"shared_storage_path": str(directory / "disk")},
+    }  # fmt: skip
     with (
         node(directory, "cache", cache_toml, pages=2048) as served,
+        Engine(model, None, directory / "log2", kv_transfer_config=example) as other,
         Engine(model, served.runtime_dir, directory / "log") as engine,
     ):
+        other.generate(prompt(999, 1400), tokens=4)
         warm = iter(range(1000, 2000))
 
         def stored(tokens: int, length: int) -> bool:
@@ -71,10 +77,11 @@ def measure(directory: Path) -> dict[str, float]:
 
         wait_for(lambda: stored(1, 1400), "no rank was attached", seconds=60)
         before = served.counters()["stored_tokens"]
-        seen["miss_ttft_s"] = median(_first_tokens_s(engine, seeds))
+        seen["miss_ttft_s"], seen["example_connector_miss_ttft_s"] = _first_tokens_s(seeds, engine, other)
         wait_for(lambda: stored(before + ROUNDS * 1472, 40), "not all was stored", seconds=60)
-        engine.ask("reset")
-        seen["hit_ttft_s"] = median(_first_tokens_s(engine, seeds))
+        for one in (engine, other):
+            one.ask("reset")
+        seen["hit_ttft_s"], seen["example_connector_hit_ttft_s"] = _first_tokens_s(seeds, engine, other)
         times = engine.ask("times")
         seen |= _hook_times(times["times"])
         seen["first_hook_to_answer_p50_s"] = median(times["answer_s"])
@@ -91,21 +98,16 @@ def measure(directory: Path) -> dict[str, float]:
         alone = _since(engine.ask("times")["times"], times["times"])
         seen["step_without_traffic_s"] = sum(median(wall for wall, _ in alone[name]) for name in STEP)
         seen["step_without_traffic_cpu_s"] = sum(median(cpu for _, cpu in alone[name]) for name in STEP)
-    example = {
-        "kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"shared_storage_path": str(directory / "disk")},
-    }  # fmt: skip
-    with Engine(model, None, directory / "log2", kv_transfer_config=example) as engine:
-        engine.generate(prompt(999, 1400), tokens=4)
-        seen["example_connector_miss_ttft_s"] = median(_first_tokens_s(engine, seeds))
-        engine.ask("reset")
-        seen["example_connector_hit_ttft_s"] = median(_first_tokens_s(engine, seeds))
     return seen
 
 
-def _first_tokens_s(engine: Any, seeds: range) -> list[float]:
-    """Seconds to the first token of a prompt, one prompt after the other."""
-    return [engine.generate(prompt(seed, PROMPT_TOKENS), tokens=1)["seconds"] for seed in seeds]
+def _first_tokens_s(seeds: range, *engines: Any) -> list[float]:
+    """Median seconds to the first token, of each engine; they take turns, so that all meet the same load."""
+    took: list[list[float]] = [[] for _ in engines]
+    for seed in seeds:
+        for times, engine in zip(took, engines, strict=True):
+            times.append(engine.generate(prompt(seed, PROMPT_TOKENS), tokens=1)["seconds"])
+    return [median(times) for times in took]
 
 
 def _hook_times(times: dict[str, list[list[float]]]) -> dict[str, float]:
