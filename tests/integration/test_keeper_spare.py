@@ -83,6 +83,8 @@ def test_it_becomes_the_daemon_and_the_next_one_is_started(node):
 
 def test_a_changed_file_is_loaded_anew_in_the_same_process(node):
     options, runtime_dir, path = node
+    # Python takes cached bytecode for that of a file with the same time and size.
+    options["environment"]["PYTHONDONTWRITEBYTECODE"] = "1"
     with keeper(runtime_dir, **options) as (process, lines):
         daemon, spare = first_daemon(lines), ready(process)
         stamp = path.stat()

@@ -93,7 +93,7 @@ class Simulation:
         group, _, tenant = key.partition("#")
         return SimEngine(world, group, self.texts, self.tickets, tenant)
 
-    def run(self, events: int, bytes_every: int = 8) -> SimReport:
+    def run(self, events: int, bytes_every: int = 12) -> SimReport:
         """Actions until the cores have applied that many events, and the end."""
         try:
             for number in count():
