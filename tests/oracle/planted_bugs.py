@@ -146,7 +146,7 @@ def slot_later(was: Any, self: ShardStore, positions: Tensor) -> tuple[Any, Any]
 
 def read_slot_later(_: Any, self: ShardStore, section: Any, layer: int, positions: Tensor) -> Tensor:
     pages, slots = slot_later(ShardStore._place, self, positions)
-    return torch.from_numpy(self._rows[section, layer].read(pages, slots))
+    return self._rows[section, layer].read(pages, slots)
 
 
 bug("reads are a slot off", "shards")(wrap(ShardStore, "_read", read_slot_later))
