@@ -5,10 +5,12 @@ PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 # Test files at one time. Most of them wait for processes more than they compute.
 JOBS ?= 4
-# In the order given: files of one long test first, or they would run alone at the end.
 BY_FILE := --dist loadfile --no-loadscope-reorder
-LONGEST := tests/sim tests/chaos tests/soak
-FOLDERS := $(LONGEST) $(filter-out $(LONGEST) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+# Files in the order given: those of one long test first, or they would run alone at the end. Each worker takes two files
+# at the start, so behind the four longest (chaos, histories) come short ones.
+ordered = $(1) $(filter-out $(1) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+FOLDERS := $(call ordered,tests/sim tests/chaos)
+LONG_FOLDERS := $(call ordered,tests/chaos tests/histories tests/unit tests/oracle tests/sim tests/soak)
 # make chaos: kills, and their seed (default: a new one, printed).
 KILLS ?= 200
 SEED ?=
@@ -55,7 +57,7 @@ test: $(STAMP) ## the default tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) $(BY_FILE) $(FOLDERS) $(PYTEST_FLAGS)
 
 test-long: $(STAMP) ## the tests that take minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m long -n 3 $(BY_FILE) --durations=12 $(FOLDERS) $(PYTEST_FLAGS) || { \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m long -n 4 $(BY_FILE) --durations=12 $(LONG_FOLDERS) $(PYTEST_FLAGS) || { \
 	  rc=$$?; test $$rc -ne 5 || echo "make test-long: no test is marked long, so nothing was tested" >&2; exit $$rc; }
 
 test-vllm: $(STAMP) ## a real vLLM engine as a client (its environment is made once: minutes, 2.5 GB)
