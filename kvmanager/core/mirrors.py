@@ -6,15 +6,18 @@ mirrored so that it can leave HBM as a whole once nobody runs on it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from kvmanager.core.admission import latent_growth, update_promises
 from kvmanager.core.group import Chain, Group
-from kvmanager.core.homes import latents_of
-from kvmanager.core.reclaim import reclaimable_slabs
+from kvmanager.core.homes import latent_class, latents_of
+from kvmanager.core.reclaim import droppable, reclaimable_slabs
 from kvmanager.core.request import Request
 from kvmanager.core.rows import BoolArray, RowArray
-from kvmanager.core.spans import ABSENT, DEVICE, HOST, READY
+from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, READY
 from kvmanager.core.state import State
 
 
@@ -30,6 +33,55 @@ def lack(chain: Chain, page_class: int, rows: RowArray) -> BoolArray:
 def take_mirrors(state: State, group: Group, chain: Chain, spans: list[int]) -> list[int]:
     """Host pages for the spans, all held by requests, class by class, as far as there are any; those that got some."""
     rows = np.asarray(spans, np.int64)
+    if not _lacks_room(chain, rows):
+        return _take(state, group, chain, rows)
+    with _no_promised_mirror_gives_way(state):
+        return _take(state, group, chain, rows)
+
+
+def _lacks_room(chain: Chain, rows: RowArray) -> bool:
+    """Whether something would have to go for the host copies of all these spans."""
+    for c in range(chain.table.classes):
+        lacking = rows[lack(chain, c, rows)]
+        name = chain.page_class(c).name
+        if len(lacking):
+            pool = chain.pool(c, HOST)
+            if pool.slabs_needed({name: int(chain.widths(lacking).sum())}) > pool.free_slabs:
+                return True
+    return False
+
+
+@contextmanager
+def _no_promised_mirror_gives_way(state: State) -> Iterator[None]:
+    """Mirrors that push each other out would never end, those of two groups on one region neither.
+
+    So pages that are promised to a request take the place of what is cached, or mirrored to spare, but not of what was
+    promised as well: meanwhile such copies pass for copies under way, which are neither relied on nor chosen.
+    """
+    groups = [group for group in state.groups.values() if group.spec.sparse is not None]
+    promised = [(group.chains[0].table.copies[latent_class(group), HOST], _promised(group)) for group in groups]
+
+    def pass_for(copy_state: int) -> None:
+        for copies, rows in promised:
+            copies[rows] = copy_state
+        for group in groups:
+            update_promises(state, group)
+
+    pass_for(FILLING)
+    try:
+        yield
+    finally:
+        pass_for(READY)
+
+
+def _promised(group: Group) -> RowArray:
+    """Spans whose mirrored latents one request's promise covers."""
+    rows: RowArray = droppable(group.chains[0], latent_class(group), HOST).nonzero()[0]
+    return rows[group.chains[0].table.pins[rows] > 0]
+
+
+def _take(state: State, group: Group, chain: Chain, rows: RowArray) -> list[int]:
+    """The same, of spans int64[n]."""
     got = np.zeros(len(rows), bool)
     for c in sorted(range(chain.table.classes), key=lambda c: not group.spec.floats(chain.page_class(c).name)):
         lacks = lack(chain, c, rows)

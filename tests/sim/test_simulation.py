@@ -83,3 +83,10 @@ def test_a_recovered_core_goes_on_with_no_difference(seed: int) -> None:
         with np.printoptions(threshold=100_000):
             stories.append([repr(entry) for entry in simulation.net.story])
     assert stories[0] == stories[1]
+
+
+@pytest.mark.parametrize("seed", [10_188, 10_267])
+def test_mirrors_come_to_an_end(seed: int) -> None:
+    """Copies of one request, and of two groups on one host region, once pushed each other out without end."""
+    simulation = Simulation(seed)
+    simulation.run(600 if seed == 10_188 else 1_000)
