@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvmanager.core.backing import backing, has_floors, own_first, promise_holds
 from kvmanager.core.giveway import give_way
 from kvmanager.core.group import Claim, Group
 from kvmanager.core.homes import Latents, latents_of
@@ -137,10 +138,11 @@ def update_promise(state: State, request: Request) -> None:
     group = state.groups[request.group]
     wanted = outstanding_promise(group, request)
     had, request.unbacked_slabs = request.promised, 0
+    tenant = state.tenants.of_namespace[request.namespace]
     if not (wanted or had):
         return
     for pool, slabs in had.items():
-        group.pools[pool].promised_slabs -= slabs
+        group.pools[pool].promise(tenant, -slabs)
     if group.spec.swaps or request.retracted:
         backed = {name: _backed(group, request, name, slabs, had.get(name, 0)) for name, slabs in wanted.items()}
         device = group.chains[0].pool(0, DEVICE).name
@@ -148,7 +150,7 @@ def update_promise(state: State, request: Request) -> None:
         wanted = backed
     request.promised = wanted
     for pool, slabs in wanted.items():
-        group.pools[pool].promised_slabs += slabs
+        group.pools[pool].promise(tenant, slabs)
 
 
 def _backed(group: Group, request: Request, name: str, wanted: int, had: int) -> int:
@@ -208,7 +210,7 @@ def check(
             _claim(state, group, who, rank, claim or demands)
         raise
     group.claims.pop(who, None)
-    _make_room(state, group, demands)
+    _make_room(state, group, demands, state.tenants.of_namespace[request.namespace])
 
 
 def _claim(state: State, group: Group, who: tuple[str, int, int], rank: tuple[int, int], demands: Demands) -> None:
@@ -302,10 +304,10 @@ def check_now(
         _claim(state, group, who, (0, 0), claim())
         raise
     group.claims.pop(who, None)
-    _make_room(state, group, demands)
+    _make_room(state, group, demands, state.tenants.of_namespace[request.namespace])
 
 
-def _make_room(state: State, group: Group, demands: Demands) -> None:
+def _make_room(state: State, group: Group, demands: Demands, tenant: int) -> None:
     """Makes room for all that is taken at once, before any of it is taken. Raises PoolExhausted where it does not fit.
 
     A slab that is partly used may be counted twice by `_check_pool`, as room for its class and as one that could
@@ -314,6 +316,9 @@ def _make_room(state: State, group: Group, demands: Demands) -> None:
     reclaimer = state.reclaimers[group.spec.name]
     for name, demand in demands.by_pool.items():
         pool = group.pools[name]
+        own = own_first(group, pool, tenant, pool.slabs_needed(demand.now)) if demand.now else 0
+        if own:
+            reclaimer.give_back(pool, tenant, own * pool.units_per_slab)
         if demand.now and not reclaimer.make_room(pool, demand.now):
             raise exhausted(state, group, pool, pool.slabs_needed(demand.now), pool.free_slabs)
 
@@ -340,6 +345,9 @@ def _check_pool(
     if pool.free_slabs >= least:
         return  # what could be reclaimed is counted over all spans, so only when it matters
     reachable = pool.free_slabs + reclaimable_slabs(group, pool)
+    if has_floors(group) and owed > 0:
+        owed = _owed_beyond(group, pool, owed, reachable)
+        least = first + max(needed + owed, needed - later)
     if reachable >= least:
         return
     lender, lacking = state.lenders.get(pool.name), needed + max(owed, -later) + first - reachable
@@ -347,6 +355,15 @@ def _check_pool(
         return  # they are the pool's from now on, so that what is promised here nobody else can be promised
     give_way(state, group, pool, needed - max(reachable - max(owed, 0) - first, 0))
     raise exhausted(state, group, pool, needed, max(min(reachable, reachable - owed) - first, 0))
+
+
+def _owed_beyond(group: Group, pool: Pool, owed: int, reachable: int) -> int:
+    """What is owed to others than the one who asks, less what their tenants have for themselves alone."""
+    behind = backing(group, pool)
+    others = behind.of_others(group.asker)
+    if others > behind.common:
+        return reachable + others - behind.common  # some promise has nothing behind it: nobody gets anything
+    return owed - (pool.owed_slabs - pool.promised_of.get(group.asker, 0) - others)
 
 
 def check_workspace(group: Group, tokens: int) -> None:
@@ -371,8 +388,7 @@ def check_workspace(group: Group, tokens: int) -> None:
 def promises_hold(group: Group, wants: Mapping[str, Mapping[str, int]] | None = None) -> bool:
     """Every pool could give now all that it owes, and the pages `wants[pool][class]` beside."""
     for name, pool in group.pools.items():
-        needed = pool.owed_slabs + pool.slabs_needed((wants or {}).get(name, {}))
-        if needed > pool.free_slabs and needed > pool.free_slabs + reclaimable_slabs(group, pool):
+        if not promise_holds(group, pool, pool.slabs_needed((wants or {}).get(name, {}))):
             return False
     return True
 

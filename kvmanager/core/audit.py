@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from kvmanager.core.admission import outstanding_promise
+from kvmanager.core.backing import backing
 from kvmanager.core.chainaudit import ChainAudit, Passed
 from kvmanager.core.extents import PoolExtents, region_story
 from kvmanager.core.group import Group
@@ -16,6 +17,7 @@ from kvmanager.core.request import Phase, Request
 from kvmanager.core.rows import all_true, any_true, places
 from kvmanager.core.spans import DEVICE
 from kvmanager.core.state import CopyJob, FenceEntry, PullJob, State, concat
+from kvmanager.core.tenants import span_units
 from kvmanager.errors import InvariantViolation
 from kvmanager.geometry import Int64Array
 
@@ -56,7 +58,7 @@ def checks(state: State, passed: Passed | None = None) -> Iterator[tuple[str, Ca
         chains = [ChainAudit(chain, f"{name}/{chain.spec.name}") for chain in group.chains]
         requests = state.holders(name)
         yield f"ledger of {name}", partial(_ledger_unless_seen, state, group, chains, requests, passed)
-        yield f"promises of {name}", partial(_audit_promises, group, requests)
+        yield f"promises of {name}", partial(_audit_promises, state, group, requests)
         yield f"requests of {name}", partial(_audit_requests, state, requests)
         for number, chain_audit in enumerate(chains):
             yield from chain_audit.checks(passed)
@@ -191,14 +193,38 @@ def _audit_pool(pool: Pool, owned: dict[str, list[Int64Array]]) -> None:
             raise InvariantViolation(f"{space.name}: slab use differs from page states")
 
 
-def _audit_promises(group: Group, requests: list[Request]) -> None:
+def _audit_promises(state: State, group: Group, requests: list[Request]) -> None:
     for pool in group.pools.values():
         promised = sum(request.promised.get(pool.name, 0) for request in requests)
         _check(promised == pool.promised_slabs, f"{pool.name}: promised {pool.promised_slabs}, requests say {promised}")
+        story = f"{pool.name}: promised {promised}, by tenant {pool.promised_of}"
+        _check(sum(pool.promised_of.values()) == promised, story)
+        if group.spec.sparse is None and not pool.withheld:
+            _audit_backing(state, group, pool, requests)
     for request in requests if group.spec.sparse is None else ():
         owed = outstanding_promise(group, request)
         if request.promised != owed:
             raise InvariantViolation(f"request {request.request_id}: promised {request.promised}, it is owed {owed}")
+
+
+def _audit_backing(state: State, group: Group, pool: Pool, requests: list[Request]) -> None:
+    """Something stands behind every promise: what a request gave up and takes back itself, then `core.backing`."""
+    if pool.owed_slabs <= pool.free_slabs:
+        return
+    promised: dict[int, int] = {}
+    for request in requests:
+        given_up = sum(
+            int(span_units(group.chains[number], pool, np.asarray([row], np.int64))[0]) // pool.units_per_slab
+            for number, row in request.truncated
+        )
+        tenant = state.tenants.of_namespace[request.namespace]
+        promised[tenant] = promised.get(tenant, 0) + max(request.promised.get(pool.name, 0) - given_up, 0)
+    behind = backing(group, pool, promised)
+    if behind.beyond() > behind.common:
+        raise InvariantViolation(
+            f"{pool.name}: promises take {behind.beyond()} of {behind.common} slabs that are free or reclaimable for "
+            f"anybody; promised by tenant {promised}, reclaimable for one alone {behind.own}"
+        )
 
 
 def _audit_holders(state: State, group: Group, number: int, requests: list[Request]) -> None:

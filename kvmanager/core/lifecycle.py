@@ -74,7 +74,7 @@ def drop_request(state: State, request: Request) -> None:
         state.pace.note("request_ns", state.now - request.since)
     leave_session(state, request)
     for pool, slabs in request.promised.items():
-        group.pools[pool].promised_slabs -= slabs
+        group.pools[pool].promise(state.tenants.of_namespace[request.namespace], -slabs)
     request.promised = {}
     give_hot_back(state, request)
     del state.engine_of(request).requests[request.request_id]

@@ -113,7 +113,8 @@ class Pool:
     """Pages of one or several classes over `ranks` equal regions, one page index meaning all ranks.
 
     `unit_bytes`: bytes of one accounting unit on one rank (the finest page class). `promised_slabs`: promised to
-    admitted requests and not taken yet (an overlay). `overbooked_slabs`: how many may be promised beyond what is there.
+    admitted requests and not taken yet (an overlay); `promised_of`: the same by tenant. `overbooked_slabs`: how many
+    may be promised beyond what is there.
     `most_slabs`: as many as can ever be the pool's.
     """
 
@@ -135,6 +136,7 @@ class Pool:
         self.withheld: dict[str, set[int]] = {}
         self.spaces = {c: PageSpace(f"{name}/{c}", slabs * n, finest // n) for c, n in per_slab.items()}
         self.promised_slabs = 0
+        self.promised_of: dict[int, int] = {}
         self.overbooked_slabs = 0
         self.most_slabs = slabs
         self.writers: Writers | None = None
@@ -211,6 +213,11 @@ class Pool:
     def free_slabs(self) -> int:
         """Slabs owned by no class."""
         return self._slabs.free_slabs
+
+    def promise(self, tenant: int, slabs: int) -> None:
+        """A tenant's requests are promised so many slabs more (below zero: fewer)."""
+        self.promised_slabs += slabs
+        self.promised_of[tenant] = self.promised_of.get(tenant, 0) + slabs
 
     @property
     def owed_slabs(self) -> int:

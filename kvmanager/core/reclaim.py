@@ -19,7 +19,7 @@ from kvmanager.core.ranking import Ranking, policy_ranks
 from kvmanager.core.rows import BoolArray, RowArray, all_true, any_true, places
 from kvmanager.core.spans import DEVICE, HOST, NO_PAGE, NO_SPAN, READY
 from kvmanager.core.spec import MissCosts
-from kvmanager.core.tenants import goes_last, kept, span_units
+from kvmanager.core.tenants import Kept, goes_last, kept, span_units, with_ancestors
 
 
 def idle(chain: Chain) -> BoolArray:
@@ -90,15 +90,22 @@ def _in_pool(chain: Chain, pool: Pool) -> list[tuple[int, int]]:
     return [(c, tier) for c, tier in chain.spec.class_tiers if chain.pool(c, tier) is pool]
 
 
-def _kept(group: Group, chain: Chain) -> BoolArray | None:
-    """Spans that are not to be had for the tenant that asks; None where no tenant has a floor (bool[rows])."""
+def _kept(group: Group, chain: Chain, pool: Pool, asker: int) -> Kept | None:
+    """What the tenant that asks can't have; None where no tenant has a floor."""
     if not any(spec.floor for spec in group.tenants.specs):
         return None
-    return kept(group, chain, group.asker, idle(chain))
+    free, leaves = idle(chain), evictable(chain)
+    loose = {(c, tier): free | droppable(chain, c, tier, leaves) for c, tier in chain.spec.class_tiers}
+    everywhere = kept(group, chain, asker, group.pools.values(), loose)
+    return Kept(kept(group, chain, asker, [pool], loose), with_ancestors(chain.table, everywhere))
 
 
-def reclaimable_slabs(group: Group, pool: Pool) -> int:
-    """Slabs that `make_room` could free now: all their pages belong to spans that may lose them."""
+def reclaimable_slabs(group: Group, pool: Pool, asker: int | None = None) -> int:
+    """Slabs that `make_room` could free now: all their pages belong to spans that may lose them.
+
+    asker: the tenant that they are for (NOBODY: anybody); None: the one that the event being handled serves.
+    """
+    asker = group.asker if asker is None else asker
     counts: dict[str, npt.NDArray[np.int64]] = {}
     total = 0
     for chain in group.chains:
@@ -107,14 +114,15 @@ def reclaimable_slabs(group: Group, pool: Pool) -> int:
         if not pairs:
             continue
         may_go = evictable(chain)
-        keeps = _kept(group, chain)
+        keeps = _kept(group, chain, pool, asker)
         for page_class, tier in pairs:
             name = chain.spec.classes[page_class].name
             rows = may_go & (table.copies[page_class, tier] == READY)
-            if chain.has_host(page_class):
-                rows |= droppable(chain, page_class, tier, may_go)
             if keeps is not None:
-                rows &= ~keeps
+                rows &= ~keeps.spans
+            if chain.has_host(page_class):
+                drops = droppable(chain, page_class, tier, may_go)
+                rows |= drops if keeps is None else drops & ~keeps.copies
             if pool.per_slab(name) == 1:
                 total += int(chain.widths(places(rows)).sum())
                 continue
@@ -130,9 +138,9 @@ def reclaimable_slabs(group: Group, pool: Pool) -> int:
 def can_lose(group: Group, chain: Chain, page_class: int, tier: int) -> BoolArray:
     """Spans that could give up their copy of a class in a tier now, dropped or forgotten (bool[rows])."""
     leaves = evictable(chain)
-    rows = leaves | droppable(chain, page_class, tier, leaves)
-    keeps = _kept(group, chain)
-    return rows if keeps is None else rows & ~keeps
+    drops = droppable(chain, page_class, tier, leaves)
+    keeps = _kept(group, chain, chain.pool(page_class, tier), group.asker)
+    return leaves | drops if keeps is None else (leaves & ~keeps.spans) | (drops & ~keeps.copies)
 
 
 class Lender(Protocol):
@@ -335,9 +343,9 @@ class Reclaimer:
         stays = np.zeros(len(chain.table.live), bool)
         for page_class, tier in pairs:
             stays |= droppable(chain, page_class, tier)
-        keeps = _kept(self._group, chain)
+        keeps = _kept(self._group, chain, pool, self._group.asker)
         if keeps is not None:
-            stays &= ~keeps
+            stays &= ~keeps.copies
         rows = stays | self._reachable(chain, pool)
         rows[newcomers] = True
         on_device = any(tier == DEVICE for _, tier in pairs)
@@ -459,9 +467,9 @@ class Reclaimer:
             held |= table.copies[page_class, tier] == READY
         # A leaf without pages here may stand before a parent that has some.
         rows = evictable(chain)
-        keeps = _kept(self._group, chain)
+        keeps = _kept(self._group, chain, pool, self._group.asker)
         if keeps is not None:
-            rows &= ~keeps
+            rows &= ~keeps.spans
         return self._leads_to(chain, rows & held, rows)
 
     def _leads_to(self, chain: Chain, wanted: BoolArray, rows: BoolArray) -> BoolArray:

@@ -141,7 +141,7 @@ class _Release:
         promised = request.promised.get(host.name, 0)
         if promised >= width and resident - width >= request.homed_pages:
             request.promised[host.name] = promised - width
-            host.promised_slabs -= width
+            host.promise(self._state.tenants.of_namespace[request.namespace], -width)
             return True
         if self._spare is None:
             self._spare = spare_slabs(self._group, host)

@@ -11,13 +11,14 @@ buffer for its request's. Draining and quarantined pages count for nobody.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.core.spans import DEVICE, NO_PAGE, NO_SPAN
+from kvmanager.core.spans import DEVICE, NO_PAGE, NO_SPAN, SpanTable
 from kvmanager.core.spec import TenantSpec
 
 if TYPE_CHECKING:
@@ -71,12 +72,19 @@ class Tenants:
         return min(self.ceiling_units(tenant, pool), pool.capacity_units - others)
 
 
-def span_units(chain: Chain, pool: Pool, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Units of the pool that each span's pages take, int64[rows]."""
+def span_units(
+    chain: Chain,
+    pool: Pool,
+    rows: npt.NDArray[np.int64],
+    loose: Mapping[tuple[int, int], BoolArray] | None = None,
+) -> npt.NDArray[np.int64]:
+    """Units of the pool that each span's pages take, int64[rows]. loose: only copies that it names are counted."""
     units = np.zeros(len(rows), np.int64)
     for c, tier in chain.spec.class_tiers:
         if chain.pool(c, tier) is pool:
             pages = (chain.table.pages[c, tier, rows] != NO_PAGE).sum(axis=1)
+            if loose is not None:
+                pages *= loose[c, tier][rows]
             units += pages * pool.spaces[chain.spec.classes[c].name].units
     return units
 
@@ -92,12 +100,28 @@ def used_units(group: Group, pool: Pool, tenant: int) -> int:
     return total
 
 
-def kept(group: Group, chain: Chain, asker: int, idle: BoolArray) -> BoolArray:
-    """Idle spans that are not to be had for `asker`: others' below their floors (bool[rows])."""
+@dataclass(frozen=True)
+class Kept:
+    """Spans that the tenant that asks can't have (bool[rows]): their copies in one pool, and the spans as a whole.
+
+    A copy counts whether its span is idle or somebody relies on the other copy: who lets go of it changes nothing.
+    """
+
+    copies: BoolArray
+    spans: BoolArray
+
+
+def kept(
+    group: Group, chain: Chain, asker: int, pools: Iterable[Pool], loose: Mapping[tuple[int, int], BoolArray]
+) -> BoolArray:
+    """Spans of which copies in these pools are not to be had for `asker`: others' below their floors (bool[rows]).
+
+    loose: by (class, tier), spans whose copy may go now.
+    """
     tenants = group.tenants
     table = chain.table
     keeps = np.zeros(len(table.live), bool)
-    rows = np.flatnonzero(idle)
+    rows = np.flatnonzero(np.logical_or.reduce(list(loose.values())))
     owner = tenants.of(table.namespace[rows])
     for tenant in np.unique(owner).tolist():
         if tenant == asker or not tenants.specs[tenant].floor:
@@ -105,11 +129,16 @@ def kept(group: Group, chain: Chain, asker: int, idle: BoolArray) -> BoolArray:
         mine = rows[owner == tenant]
         # Least recently used first, and of those used at one time the deepest first.
         mine = mine[np.lexsort((-table.first_token[mine], table.last_used[mine]))]
-        for pool in group.pools.values():
+        for pool in pools:
             surplus = used_units(group, pool, tenant) - tenants.floor_units(tenant, pool)
-            units = span_units(chain, pool, mine)
+            units = span_units(chain, pool, mine, loose)
             keeps[mine[(np.cumsum(units) > surplus) & (units > 0)]] = True
-    # A span that stays keeps what is above it, whichever pool that is in.
+    return keeps
+
+
+def with_ancestors(table: SpanTable, keeps: BoolArray) -> BoolArray:
+    """The spans and all above them: a span that stays keeps what is above it, whichever pool that is in."""
+    keeps = keeps.copy()
     at = np.flatnonzero(keeps)
     while len(at):
         above = np.unique(table.parent[at])
