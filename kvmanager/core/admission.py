@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvmanager.core.backing import backing, has_floors, own_first, promise_holds
+from kvmanager.core.backing import backing, own_first, promise_holds
 from kvmanager.core.giveway import give_way
 from kvmanager.core.group import Claim, Group
 from kvmanager.core.homes import Latents, latents_of
@@ -138,9 +138,9 @@ def update_promise(state: State, request: Request) -> None:
     group = state.groups[request.group]
     wanted = outstanding_promise(group, request)
     had, request.unbacked_slabs = request.promised, 0
-    tenant = state.tenants.of_namespace[request.namespace]
     if not (wanted or had):
         return
+    tenant = state.tenants.of_namespace[request.namespace]
     for pool, slabs in had.items():
         group.pools[pool].promise(tenant, -slabs)
     if group.spec.swaps or request.retracted:
@@ -345,7 +345,7 @@ def _check_pool(
     if pool.free_slabs >= least:
         return  # what could be reclaimed is counted over all spans, so only when it matters
     reachable = pool.free_slabs + reclaimable_slabs(group, pool)
-    if has_floors(group) and owed > 0:
+    if group.tenants.has_floors and owed > 0:
         owed = _owed_beyond(group, pool, owed, reachable)
         least = first + max(needed + owed, needed - later)
     if reachable >= least:

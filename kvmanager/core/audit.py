@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from kvmanager.core.admission import outstanding_promise
-from kvmanager.core.backing import backing, has_floors
+from kvmanager.core.backing import backing
 from kvmanager.core.chainaudit import ChainAudit, Passed
 from kvmanager.core.extents import PoolExtents, region_story
 from kvmanager.core.group import Group
@@ -199,7 +199,7 @@ def _audit_promises(state: State, group: Group, requests: list[Request]) -> None
         _check(promised == pool.promised_slabs, f"{pool.name}: promised {pool.promised_slabs}, requests say {promised}")
         story = f"{pool.name}: promised {promised}, by tenant {pool.promised_of}"
         _check(sum(pool.promised_of.values()) == promised, story)
-        if has_floors(group) and group.spec.sparse is None and not pool.withheld:
+        if group.tenants.has_floors and group.spec.sparse is None and not pool.withheld:
             _audit_backing(state, group, pool, requests)
     for request in requests if group.spec.sparse is None else ():
         owed = outstanding_promise(group, request)

@@ -46,17 +46,12 @@ def backing(group: Group, pool: Pool, promised: Mapping[int, int] | None = None)
     return Backing(pool, pool.free_slabs + anybody, own, pool.promised_of if promised is None else promised)
 
 
-def has_floors(group: Group) -> bool:
-    """Whether some spans are reclaimable for one tenant alone."""
-    return any(spec.floor for spec in group.tenants.specs)
-
-
 def promise_holds(group: Group, pool: Pool, needed: int) -> bool:
     """The pool could give all that it owes, and `needed` slabs to the tenant that asks."""
     owed = pool.owed_slabs + needed
     if owed <= pool.free_slabs:
         return True
-    if not has_floors(group):
+    if not group.tenants.has_floors:
         return owed <= pool.free_slabs + reclaimable_slabs(group, pool)
     behind = backing(group, pool)
     return behind.beyond(needed, group.asker) <= behind.common

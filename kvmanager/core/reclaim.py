@@ -92,7 +92,7 @@ def _in_pool(chain: Chain, pool: Pool) -> list[tuple[int, int]]:
 
 def _kept(group: Group, chain: Chain, pool: Pool, asker: int) -> Kept | None:
     """What the tenant that asks can't have; None where no tenant has a floor."""
-    if not any(spec.floor for spec in group.tenants.specs):
+    if not group.tenants.has_floors:
         return None
     free, leaves = idle(chain), evictable(chain)
     loose = {(c, tier): free | droppable(chain, c, tier, leaves) for c, tier in chain.spec.class_tiers}

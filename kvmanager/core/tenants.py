@@ -41,6 +41,11 @@ class Tenants:
         self.of_namespace: list[int] = []
         self.limited = any((spec.floor, spec.ceiling, spec.priority) != (0.0, 1.0, 0) for spec in specs)
 
+    @property
+    def has_floors(self) -> bool:
+        """Whether some spans can be had by one tenant alone."""
+        return any(spec.floor for spec in self.specs)
+
     def name_namespace(self, namespace: int, tenant: str) -> None:
         """A namespace, numbered in the order of their first registration, is this tenant's."""
         number = self.numbers.setdefault(tenant, len(self.specs))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from nodes_support import LAYOUT, ROWS, device_pages
+from nodes_support import LAYOUT, PAGE_BYTES, ROWS, device_pages
 
 from kvmanager.clients.attached_engine import AttachedEngine
 from kvmanager.clients.engine import RequestStep
@@ -256,3 +256,28 @@ class ModeEngine:
         more = device_pages(pb.OpenReply(spans=growth.spans))
         request.pages = np.concatenate((request.pages[:kept], more))
         self.set_pages(request.pages)
+
+
+def shards_toml(
+    runtime_dir: Path, *, name: str, pages: int, host_pages: int, lent_bytes: int, device: str = "cpu"
+) -> str:
+    """A node with one group of this geometry, its pages a rank in either tier, and its ranks' workspaces."""
+    return f"""
+[node]
+name = "{name}"
+runtime_dir = "{runtime_dir}"
+device = "{device}"
+spare = false
+[mover]
+staging_bytes = "4 MiB"
+chunk_bytes = "1 MiB"
+[[group]]
+name = "shards"
+kind = "sharded"
+format = "{TINY.format.name}"
+ranks = {SHARDED.ranks}
+page_rows = {ROWS}
+hbm_bytes_per_rank = {pages * PAGE_BYTES}
+host_bytes_per_rank = {host_pages * PAGE_BYTES}
+workspace_bytes_per_rank = {lent_bytes}
+"""

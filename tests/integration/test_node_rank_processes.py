@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from mode_engine import OUTPUT, RANKS, ROWS, SHARDED, prompt_of
-from nodes_support import PAGE_BYTES, Node, kill_and_wait, node
+from mode_engine import OUTPUT, RANKS, ROWS, SHARDED, prompt_of, shards_toml
+from nodes_support import Node, kill_and_wait, node
 from process_engine import ProcessEngine
 
-from kvmanager.clients.glm.config import TINY
 from kvmanager.clients.glm.lent_workspace import LentWorkspace
 from kvmanager.clients.glm.workspace import TOKEN_BYTES, workspace_bytes
 from kvmanager.errors import PeerUnreachable, PoolExhausted
@@ -22,31 +22,12 @@ WORKSPACE_PAGE = ROWS * TOKEN_BYTES
 WORKSPACE_BYTES = -(-workspace_bytes(SHARDED, 4 * SHARDED.span_tokens) // WORKSPACE_PAGE) * WORKSPACE_PAGE
 
 
-def shards_toml(runtime_dir: Path, *, name: str, device: str = "cpu") -> str:
-    return f"""
-[node]
-name = "{name}"
-runtime_dir = "{runtime_dir}"
-device = "{device}"
-spare = false
-[mover]
-staging_bytes = "4 MiB"
-chunk_bytes = "1 MiB"
-[[group]]
-name = "shards"
-kind = "sharded"
-format = "{TINY.format.name}"
-ranks = {RANKS}
-page_rows = {ROWS}
-hbm_bytes_per_rank = {PAGES * PAGE_BYTES}
-host_bytes_per_rank = {3 * PAGES * PAGE_BYTES}
-workspace_bytes_per_rank = {WORKSPACE_BYTES}
-"""
+serves = partial(shards_toml, pages=PAGES, host_pages=3 * PAGES, lent_bytes=WORKSPACE_BYTES)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("shards"), "prefill", shards_toml) as running:
+    with node(tmp_path_factory.mktemp("shards"), "prefill", serves) as running:
         yield running
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from mode_engine import ROWS, SHARDED
-from nodes_support import PAGE_BYTES, Node, node, says, script, wait_for
+from mode_engine import ROWS, SHARDED, shards_toml
+from nodes_support import Node, node, says, script, wait_for
 
 from kvmanager.clients import prefill_engine
-from kvmanager.clients.glm.config import TINY
 from kvmanager.clients.glm.lent_workspace import LentWorkspace
 from kvmanager.clients.glm.workspace import TOKEN_BYTES, workspace_bytes
 from kvmanager.clients.prefill_engine import PrefillEngine
@@ -29,31 +29,14 @@ WORKSPACE = -(-workspace_bytes(SHARDED, PROMPT) // PAGE) * PAGE
 SESSION = pb.SessionHint(session_id="s")
 
 
-def workspace_toml(runtime_dir: Path, *, name: str, device: str = "cpu") -> str:
-    return f"""
-[node]
-name = "{name}"
-runtime_dir = "{runtime_dir}"
-device = "{device}"
-spare = false
-[mover]
-staging_bytes = "4 MiB"
-chunk_bytes = "1 MiB"
-[[group]]
-name = "shards"
-kind = "sharded"
-format = "{TINY.format.name}"
-ranks = {SHARDED.ranks}
-page_rows = {ROWS}
-hbm_bytes_per_rank = {PAGES * PAGE_BYTES}
-host_bytes_per_rank = {PAGES * PAGE_BYTES}
-workspace_bytes_per_rank = {workspace_bytes(SHARDED, PROMPT)}
-"""
+serves = partial(
+    shards_toml, pages=PAGES, host_pages=PAGES, lent_bytes=workspace_bytes(SHARDED, PROMPT)
+)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with node(tmp_path_factory.mktemp("workspace"), "prefill", workspace_toml) as running:
+    with node(tmp_path_factory.mktemp("workspace"), "prefill", serves) as running:
         yield running
 
 
