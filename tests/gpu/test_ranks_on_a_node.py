@@ -17,8 +17,9 @@ import torch
 from mode_engine import RANKS, SHARDED, prompt_of
 from nodes_support import node, wait_for
 from process_engine import ProcessEngine
-from test_node_rank_processes import shards_toml
-from test_node_workspace import SESSION, WORKSPACE, engine, held, workspace_toml
+from test_node_rank_processes import serves as rank_processes
+from test_node_workspace import SESSION, WORKSPACE, engine, held
+from test_node_workspace import serves as rank_threads
 
 from tests.glm_ranks import PROMPT, assert_rows, expected_answer, plain_model, plain_rows, the_prompt
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_thread_ranks_gather_into_hbm_that_the_daemon_lends(tmp_path: Path) -> None:
-    with node(tmp_path, "prefill", workspace_toml, device="cuda:0") as served:
+    with node(tmp_path, "prefill", rank_threads, device="cuda:0") as served:
         began = time.monotonic()
         mine = engine(served.runtime_dir, "threads")
         spaces = mine._ranks._spaces
@@ -50,7 +51,7 @@ def test_thread_ranks_gather_into_hbm_that_the_daemon_lends(tmp_path: Path) -> N
 
 def test_rank_processes_over_nccl_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
     print(f"{torch.cuda.device_count()} GPUs, NCCL {torch.cuda.nccl.version()}", file=sys.stderr)
-    with node(tmp_path, "prefill", shards_toml, device="cuda:0") as served:
+    with node(tmp_path, "prefill", rank_processes, device="cuda:0") as served:
         began = time.monotonic()
         mine = ProcessEngine(served.runtime_dir, "processes", tmp_path / "meeting", "nccl")
         try:

@@ -178,3 +178,53 @@ def test_no_path_of_the_machine_it_was_written_on() -> None:
         if text in path.read_text(encoding="utf-8")
     ]
     assert found == []
+
+
+def _bound_names(path: Path) -> set[str]:
+    """What another file may import from a file: names that a statement outside functions and classes binds."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = list(ast.parse(path.read_text(encoding="utf-8")).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).split(".")[0])
+        else:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def _file_of(module: str, importer: Path) -> Path | None:
+    """The file of a module of ours: by its dotted name from the root, or a test's helper in its folder or another."""
+    base = ROOT / Path(*module.split("."))
+    folders = (importer.parent, ROOT / "tests" / "integration", *sorted((ROOT / "tests").iterdir()))
+    choices = [base.with_suffix(".py"), base / "__init__.py"]
+    if "." not in module:
+        choices = [folder / f"{module}.py" for folder in folders]
+    return next((path for path in choices if path.is_file()), None)
+
+
+def test_every_name_that_a_test_imports_from_here_is_there() -> None:
+    """Tests for a GPU stop at their first line where there is none, so that no run here would find a name gone."""
+    found: list[str] = []
+    names: dict[Path, set[str]] = {}
+    seen = 0
+    for path in _python_files("tests"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            source = _file_of(node.module or "", path) if isinstance(node, ast.ImportFrom) else None
+            if source is None or "_pb2" in source.name:
+                continue
+            seen += 1
+            if source not in names:
+                names[source] = _bound_names(source)
+            missing = [alias.name for alias in node.names if alias.name not in names[source]]
+            found += [
+                f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
+                for name in missing
+                if not (source.parent / f"{name}.py").is_file() and not (source.parent / name).is_dir()
+            ]
+    assert seen > 1000
+    assert found == []
