@@ -38,6 +38,7 @@ class Attachment:
         self.grpc_path = door.grpc_path
         self.boot_id = door.boot_id
         self._channel = door.channel
+        self.runtime_dir = runtime_dir
         self._who = (runtime_dir, role, name)
         self._lock = threading.Lock()
 
@@ -72,7 +73,7 @@ class Attachment:
         Raises the daemon's typed error, NotReady when the connection is broken.
         """
         with self._lock:
-            payload, fds = _ask(self._channel, {"fds_for": attach_id})
+            payload, fds = ask(self._channel, {"fds_for": attach_id})
         if payload.get("fds_for") != attach_id:
             for fd in fds:
                 os.close(fd)
@@ -127,8 +128,8 @@ def _enter(runtime_dir: Path, role: str, name: str, timeout_s: float) -> Door:
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         channel.settimeout(timeout_s)
-        _connect(channel, path)
-        payload, fds = _ask(channel, {"role": role, "name": name})
+        connect(channel, path)
+        payload, fds = ask(channel, {"role": role, "name": name})
         token, grpc_path, boot_id = payload.get("token"), payload.get("grpc"), payload.get("boot_id")
         if not isinstance(token, str) or not isinstance(grpc_path, str) or not isinstance(boot_id, int):
             raise DaemonError(f"{path} answered {sorted(payload)}, not a token; is it a kvmanager node?")
@@ -138,7 +139,8 @@ def _enter(runtime_dir: Path, role: str, name: str, timeout_s: float) -> Door:
     return Door(channel, token, Path(grpc_path), boot_id, fds[0] if fds else -1)
 
 
-def _connect(channel: socket.socket, path: Path) -> None:
+def connect(channel: socket.socket, path: Path) -> None:
+    """Connects to a socket of a node. Raises Unauthorized, NotReady."""
     try:
         channel.connect(os.fspath(path))
     except PermissionError as error:
@@ -147,13 +149,14 @@ def _connect(channel: socket.socket, path: Path) -> None:
         raise NotReady(f"no node answers on {path} ({error}); is it started?") from error
 
 
-def _ask(channel: socket.socket, question: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
+def ask(channel: socket.socket, question: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Sends a JSON object; what comes back, and descriptors with it. Raises the error that it names, NotReady."""
     try:
         with contextlib.suppress(PeerUnreachable):  # refused before it heard us: the reason lies in the socket
             send_json(channel, question)
         payload, fds = receive_json(channel)
     except PeerUnreachable as error:
-        raise NotReady(f"the node's attach connection broke ({error}); attach again") from error
+        raise NotReady(f"the connection to the node broke ({error}); attach again") from error
     if "error" in payload:
         raise _typed(payload["error"])
     return payload, fds

@@ -6,25 +6,23 @@ Calls may be repeated: a lease's id is chosen by the engine. The client decides 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
-import grpc
 import numpy as np
 
 from kvmanager.clients.attach import Attachment, attach, grpc_channel
-from kvmanager.clients.callstream import CallStream, Question, reason_of
+from kvmanager.clients.callline import Question, SteadyLine
 from kvmanager.clients.engine import EngineClient
 from kvmanager.clients.rankmemory import Memory
 from kvmanager.clients.worker import WorkerGroup, WorkerRank, connect_worker
-from kvmanager.errors import DaemonError, KVError, NotReady
+from kvmanager.errors import DaemonError
 from kvmanager.layout import KVLayout
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.units import SECOND_NS
 from kvmanager.wire import (
     TEXT_CHARS,
@@ -81,16 +79,15 @@ class Questions:
 class LeaseCalls:
     """The lease calls of one registered engine. Raises the daemon's typed errors, NotReady when it does not answer.
 
-    They go one after the other over one stream, which is opened anew when it broke. Thread-safe.
+    They go one after the other over one line, which is opened anew when it broke. Thread-safe.
     """
 
-    def __init__(self, channel: grpc.Channel, client: EngineClient, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        self._stub = pb_grpc.EngineStub(channel)
+    def __init__(self, attachment: Attachment, client: EngineClient, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        self._line = SteadyLine(attachment, timeout_s)
         self._client = client
         self._timeout_s = timeout_s
         self._questions = Questions(client)
         self._lock = threading.Lock()
-        self._stream: CallStream | None = None
 
     def lookup(self, keys: bytes, tokens: int) -> int:
         """See `Questions.lookup`."""
@@ -150,31 +147,12 @@ class LeaseCalls:
         return self._answered(Question(pb.CacheCall(store=request), lambda answer: answer.store))
 
     def _answered(self, question: Question[T]) -> T:
-        """Asks, and once more on a new stream when the one there was has broken: calls may be repeated."""
         with self._lock:
-            known = self._stream
-            try:
-                return self._exchange(question)
-            except KVError:
-                if known is None or not known.broken or self._stream is not known:
-                    raise
-            return self._exchange(question)
+            return self._line.exchange(question)
 
-    def _exchange(self, question: Question[T]) -> T:
-        if self._stream is None or self._stream.broken:
-            self._stream = CallStream(self._stub, self._timeout_s)
-        try:
-            return self._stream.ask(lambda: question).result(self._timeout_s)
-        except TimeoutError:
-            self._stream.close()
-            self._stream = None
-            raise NotReady(f"the daemon does not answer within {self._timeout_s:g} s") from None
-
-    def _call(self, method: Callable[..., Any], request: Any) -> Any:
-        try:
-            return method(request, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise reason_of(error) from error
+    def hang_up(self) -> None:
+        """Ends the line. Idempotent."""
+        self._line.close()
 
 
 def _lease(tokens: int, spans: Sequence[pb.SpanRun], sums: dict[int, bytes]) -> Lease:
@@ -232,7 +210,8 @@ class CacheEngine:
             self.workers = WorkerGroup([connect_worker(runtime_dir, name, epoch, rank) for rank in range(ranks)])
             for rank in self.workers.ranks:
                 undo.callback(rank.close)
-            self._calls = LeaseCalls(channel, self.client)
+            self._calls = LeaseCalls(self._attachment, self.client)
+            undo.callback(self._calls.hang_up)
             self.lookup = self._calls.lookup
             self.acquire = self._calls.acquire
             self.reserve = self._calls.reserve

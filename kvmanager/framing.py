@@ -253,6 +253,11 @@ def json_object(payload: bytes) -> dict[str, Any]:
     return message
 
 
+def error_frame(error: KVError) -> dict[str, Any]:
+    """What says, as a JSON object, that something was refused."""
+    return {"error": {"reason": error.reason, "message": str(error)}}
+
+
 def readable(fds: Sequence[int], timeout_s: float | None = None) -> set[int]:
     """Those of `fds` that can be read now, or have ended; waits for the first of them, at most `timeout_s`."""
     poll = select.poll()  # not select(): a daemon's descriptors may be beyond 1,024

@@ -14,6 +14,8 @@ from kvmanager.errors import ConfigError
 
 ATTACH_SOCKET: Final = "attach.sock"
 GRPC_SOCKET: Final = "grpc.sock"
+CALLS_SOCKET: Final = "calls.sock"
+"""The short way of lease calls."""
 KEEPER_SOCKET: Final = "keeper.sock"
 """Where the daemon lets in a keeper that comes after another one."""
 KEEPER_LOCK: Final = "keeper.lock"

@@ -9,12 +9,13 @@ from typing import Any
 import grpc
 import numpy as np
 
+from kvmanager.clients.attach import Attachment
 from kvmanager.clients.engine import EngineClient, RequestStep
 from kvmanager.clients.leases import CALL_TIMEOUT_S, Lease, LeaseCalls, lease_pages
-from kvmanager.errors import KVError, UnknownRequest
+from kvmanager.errors import KVError, NotReady, UnknownRequest
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
-from kvmanager.wire import error_from_proto, pack_u64
+from kvmanager.wire import ERROR_METADATA_KEY, error_from_proto, error_from_rpc, pack_u64
 
 Tell = Callable[[pb.Ticket], dict[str, Any]]
 """What an engine's answer says of a ticket."""
@@ -84,8 +85,10 @@ class Passed:
 class EngineCalls(LeaseCalls):
     """Of one registered engine; raises like `LeaseCalls`. Fences name all ranks and never go back."""
 
-    def __init__(self, channel: grpc.Channel, client: EngineClient, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        super().__init__(channel, client, timeout_s)
+    def __init__(
+        self, attachment: Attachment, channel: grpc.Channel, client: EngineClient, timeout_s: float = CALL_TIMEOUT_S
+    ) -> None:
+        super().__init__(attachment, client, timeout_s)
         self._peer_stub = pb_grpc.PeerStub(channel)
 
     def reserve_of(self, lease_id: int, wanted: Wanted) -> Lease:
@@ -119,7 +122,10 @@ class EngineCalls(LeaseCalls):
 
     def renew(self, ticket_ids: list[str]) -> None:
         """Extends the leases of tickets."""
-        self._call(self._peer_stub.Heartbeat, pb.HeartbeatRequest(ticket_ids=ticket_ids))
+        try:
+            self._peer_stub.Heartbeat(pb.HeartbeatRequest(ticket_ids=ticket_ids), timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise _reason_of(error) from error
 
     def write(self, request_id: int, tokens: int, capacity: int, fence: pb.Fence) -> None:
         """The first `tokens` tokens of an export, of `capacity`, are written once the fence has passed."""
@@ -154,3 +160,11 @@ def _lease(opened: pb.OpenReply) -> Lease:
 def _check(error: KVError | None) -> None:
     if error is not None and not isinstance(error, UnknownRequest):
         raise error
+
+
+def _reason_of(error: grpc.RpcError) -> KVError:
+    """The daemon's own word, else that it does not answer."""
+    metadata: Any = error.trailing_metadata()
+    if any(key == ERROR_METADATA_KEY for key, _ in metadata or ()):
+        return error_from_rpc(error)
+    return NotReady(f"the daemon does not answer: {error.code().name}")

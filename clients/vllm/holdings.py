@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from kvmanager.clients.callstream import Answer, Question
+from kvmanager.clients.callline import Question
+from kvmanager.clients.callqueue import Answer
 from kvmanager.clients.leases import Lease, Questions
 from kvmanager.clients.vllm.bell import Bell
 from kvmanager.clients.vllm.calls import About, EngineCalls, Passed, Tell

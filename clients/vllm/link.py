@@ -18,7 +18,8 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from kvmanager.clients.attach import Attachment, attach, grpc_channel
-from kvmanager.clients.callstream import Answer, CallStream, Question
+from kvmanager.clients.callline import Question, SteadyLine
+from kvmanager.clients.callqueue import Answer, CallQueue
 from kvmanager.clients.engine import EngineClient
 from kvmanager.clients.leases import Lease, Questions
 from kvmanager.clients.vllm.bell import Bell
@@ -26,7 +27,6 @@ from kvmanager.clients.vllm.calls import EngineCalls
 from kvmanager.clients.vllm.settings import Settings
 from kvmanager.errors import KVError, NotReady, StaleBoot, StaleEpoch, Suspect, UnknownLease, VersionMismatch
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 
 LOOK_S: Final = 0.1
 """How often an idle line looks whether the daemon is still there."""
@@ -66,9 +66,10 @@ class _Connection:
                 noticed=noticed,
             )  # fmt: skip
             self.client.step()  # its stream tells the daemon that this epoch lives
-            self.calls = EngineCalls(channel, self.client, settings.call_timeout_s)
+            self.calls = EngineCalls(self.attachment, channel, self.client, settings.call_timeout_s)
+            undo.callback(self.calls.hang_up)
             self.questions = Questions(self.client)
-            self._stub, self._timeout_s = pb_grpc.EngineStub(channel), settings.call_timeout_s
+            self._timeout_s = settings.call_timeout_s
             self._undo = undo.pop_all()
 
     def look(self) -> None:
@@ -78,9 +79,9 @@ class _Connection:
             self.client.boot_id = boot_id
             self.client.step()
 
-    def reads(self, heard: Callable[[KVError | None], None]) -> CallStream:
-        """A stream for questions that wait for nothing else."""
-        return CallStream(self._stub, self._timeout_s, heard)
+    def reads(self, heard: Callable[[KVError | None], None]) -> CallQueue:
+        """For questions that wait for nothing else."""
+        return CallQueue(SteadyLine(self.attachment, self._timeout_s), heard)
 
     def close(self) -> None:
         """Leaves on purpose."""
@@ -103,7 +104,7 @@ class Link:
         self._again: deque[_Wanted] = deque()
         self._pulls: dict[int, Answer[Lease | None]] = {}
         self._pulls_lock = threading.Lock()
-        self._reads: tuple[CallStream, Questions] | None = None
+        self._reads: tuple[CallQueue, Questions] | None = None
         self._in_doubt = False
         self._stopping = False
         self.epoch = 0
@@ -125,11 +126,11 @@ class Link:
             answer: Answer[T] = Answer()
             answer.set_exception(NotReady("the daemon is away"))
             return answer
-        stream, questions = reads
-        return stream.ask(lambda: make(questions))
+        asked, questions = reads
+        return asked.ask(lambda: make(questions))
 
     def _heard(self, error: KVError | None) -> None:
-        """A read was answered, or their stream broke."""
+        """A read was answered, or their line broke."""
         if error is not None:
             self._in_doubt = True
             self._poke()
@@ -193,8 +194,7 @@ class Link:
             except Exception as error:
                 self._down(error)
         self._fail_waiting(NotReady("the engine shuts down"))
-        if self._connection is not None:
-            self._connection.close()
+        self._forget()
 
     def _serve(self) -> None:
         """Connects, or goes on, and then makes calls until something breaks."""
@@ -218,8 +218,6 @@ class Link:
                 self._connection.look()
                 self._look_at_pulls()
                 continue
-            finally:
-                self._look_at_reads()
             if wanted is not None:
                 self._make(wanted)
             else:
@@ -234,10 +232,6 @@ class Link:
             self._connection.look()
             self._connection.client.step()
             self._open_reads()
-
-    def _look_at_reads(self) -> None:
-        if self._reads is not None:
-            self._reads[0].end_if_overdue()
 
     def _look_at_pulls(self) -> None:
         assert self._connection is not None
@@ -321,6 +315,8 @@ class Link:
         """The epoch is over: nothing of it needs an end any more."""
         if self._connection is not None:
             self._connection.close()
+        if self._reads is not None:
+            self._reads[0].close()
         self._connection = self._reads = None
         with self._pulls_lock:
             pulls, self._pulls = self._pulls, {}

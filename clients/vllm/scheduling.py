@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from kvmanager.clients.callstream import Answer
+from kvmanager.clients.callqueue import Answer
 from kvmanager.clients.leases import Lease
 from kvmanager.clients.vllm.calls import About, Exported, Passed, Tell, Wanted
 from kvmanager.clients.vllm.handover import Offer

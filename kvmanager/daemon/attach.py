@@ -33,7 +33,7 @@ from typing import Final
 
 from kvmanager.daemon.peerprocess import Peer, read_peer, started_ticks
 from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, PeerUnreachable, Suspect, Unauthorized
-from kvmanager.framing import MAX_JSON_BYTES, Frame, FrameReader, json_object, send_json
+from kvmanager.framing import MAX_JSON_BYTES, Frame, FrameReader, error_frame, json_object, send_json
 from kvmanager.runtime_dir import ATTACH_SOCKET, bind_socket, make_private_dir
 
 ROLES: Final = ("engine", "worker", "operator", "reader", "peer")
@@ -326,7 +326,7 @@ class AttachServer:
             fds = self._fds_for(connection.identity.token, attach_id)
             self._send(connection, {"fds_for": attach_id}, fds)
         except KVError as error:  # the question was well formed, so the connection stays
-            self._send(connection, _error_frame(error))
+            self._send(connection, error_frame(error))
 
     def _greet(self, connection: _Connection, message: dict[str, object]) -> None:
         role, name = message.get("role"), message.get("name")
@@ -414,7 +414,7 @@ class AttachServer:
 
     def _refuse(self, connection: _Connection, error: KVError) -> None:
         _log.warning("refused pid %d: %s", connection.peer.pid, error)
-        self._send(connection, _error_frame(error))
+        self._send(connection, error_frame(error))
         self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
@@ -492,7 +492,3 @@ class _Exit:
 
     def __call__(self) -> None:
         self.do()
-
-
-def _error_frame(error: KVError) -> dict[str, object]:
-    return {"error": {"reason": error.reason, "message": str(error)}}

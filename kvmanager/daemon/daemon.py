@@ -65,9 +65,12 @@ from kvmanager.observing.watch import Watch
 from kvmanager.runtime_dir import GRPC_SOCKET, make_private_dir
 from kvmanager.services.access import OPERATOR, READER, Gatekeeper
 from kvmanager.services.admin_service import AdminService
+from kvmanager.services.cacheanswers import CacheAnswers
+from kvmanager.services.calldoor import CallDoor
 from kvmanager.services.callers import callers_of
 from kvmanager.services.certificates import Certificates, http_tls
-from kvmanager.services.engine_service import EngineService, Gate
+from kvmanager.services.engine_service import EngineService
+from kvmanager.services.gate import Gate
 from kvmanager.services.grpcserver import grpc_server, serve_all
 from kvmanager.services.operator_service import OperatorService
 from kvmanager.services.peer_service import PeerService
@@ -198,6 +201,8 @@ class Daemon:
         fence = self._config.fence
         self._fence = Fence(fence.action, self._membership, attach_server)
         self._workers = WorkerService(self._boot_id, self._loop, self._groups, callers, self._membership, self._regions)
+        cache = CacheAnswers(self._boot_id, self._loop, self._membership, self._gate, self._watch.calls.observe)
+        self._calls = CallDoor(runtime_dir, self._boot_id, callers, cache.answer)
         engines = EngineService(
             self._boot_id,
             self._loop,
@@ -206,8 +211,8 @@ class Daemon:
             self._membership,
             self._hub,
             self._gate,
+            cache,
             self._watch.meter.hot_rows,
-            self._watch.calls.observe,
         )
         self._door = PeerDoor(self._config.peer, self._certificates)
         address = self._door.address or str(runtime_dir)
@@ -250,6 +255,7 @@ class Daemon:
         for token in self._dead:
             self._membership.exited(token)
         self._server.start()
+        self._calls.start()
         self._attach.start()
         began = time.monotonic()
         if not self._fault_in.run(self._over.is_set):
@@ -302,6 +308,7 @@ class Daemon:
 
     def _stop_servers(self) -> None:
         self._door.close()
+        self._calls.close()
         self._server.stop(grace=1.0).wait()
         self.reloader.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -61,10 +61,11 @@ class Callers:
 
     def who(self, context: grpc.ServicerContext, *roles: str) -> ClientIdentity:
         """The caller. Raises Unauthorized without a valid token, or with a role not among `roles`."""
-        identity = self.holder(dict(context.invocation_metadata()))
-        if identity.role not in roles:
-            raise Unauthorized(f"role {identity.role!r} may not make this call; it is for {', '.join(roles)}")
-        return identity
+        return _as_one_of(self.holder(dict(context.invocation_metadata())), roles)
+
+    def bearer(self, token: str, *roles: str) -> ClientIdentity:
+        """Who holds a token that came by another way than gRPC. Raises Unauthorized, Suspect."""
+        return _as_one_of(self._identities.identity_of(token), roles)
 
     def viewer(self, context: grpc.ServicerContext) -> str | None:
         """The one tenant whose content an operator or reader is shown; None: all. Raises Unauthorized."""
@@ -102,6 +103,12 @@ def typed(
             abort_with(context, error)
 
     return wrapped
+
+
+def _as_one_of(identity: ClientIdentity, roles: Collection[str]) -> ClientIdentity:
+    if identity.role not in roles:
+        raise Unauthorized(f"role {identity.role!r} may not make this call; it is for {', '.join(roles)}")
+    return identity
 
 
 def callers_of(config: NodeConfig, identities: Identities) -> Callers:

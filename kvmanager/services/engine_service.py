@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,58 +13,23 @@ import grpc
 
 from kvmanager import __version__
 from kvmanager.core.events import EngineResumed, Opened, Registered
-from kvmanager.core.leaseevents import AcquirePrefix, EndLease, ReserveSpans
 from kvmanager.core.node import Node
 from kvmanager.daemon.clientnotes import ClientNote, EngineNote
 from kvmanager.daemon.compatibility import check_ticket
 from kvmanager.daemon.loop import OwnerLoop
 from kvmanager.daemon.membership import Membership, Registration
 from kvmanager.daemon.sessions import SessionHub, SessionStream
-from kvmanager.errors import (
-    Draining,
-    InvalidArgument,
-    KVError,
-    LayoutMismatch,
-    NotReady,
-    StaleBoot,
-    Unauthorized,
-    VersionMismatch,
-)
+from kvmanager.errors import InvalidArgument, KVError, LayoutMismatch, Unauthorized, VersionMismatch
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
+from kvmanager.services.cacheanswers import Asker, CacheAnswers
 from kvmanager.services.callers import Callers, typed
-from kvmanager.services.leasemessages import acquire_event, acquire_reply, done_event, store_event
-from kvmanager.services.messages import check_token_ids, register_event, span_run, step_event
+from kvmanager.services.gate import Gate, check_boot
+from kvmanager.services.messages import check_token_ids, register_event, step_event
 from kvmanager.wire import MESSAGE_MAX_BYTES, WIRE_VERSION, abort_with, error_to_proto
 
 PAGES_PER_CALL = 1 << 20
-LEASE_PAUSES_S = (0.001, 0.02)
-"""Between two looks at a lease that waits for its pages, the first and the longest."""
 _log = logging.getLogger("kvmanager.engine")
-
-
-_Named = pb.LookupRequest | pb.AcquireRequest | pb.DoneRequest | pb.StoreRequest
-"""Calls that name a boot and an epoch."""
-
-
-class Gate:
-    """Whether new work is let in: not while the node ends, nor while an operator has it drained."""
-
-    def __init__(self, cordon: str = "") -> None:
-        """`cordon`: why an operator lets nothing in; empty: he does."""
-        self._closed = threading.Event()
-        self.cordon = cordon
-
-    def close(self) -> None:
-        """Lets nothing new in, for good."""
-        self._closed.set()
-
-    def check(self) -> None:
-        """Raises Draining when closed."""
-        if self._closed.is_set():
-            raise Draining("the node drains; open new work elsewhere")
-        if self.cordon:
-            raise Draining(f"the node drains ({self.cordon}); open new work elsewhere")
 
 
 class EngineService(pb_grpc.EngineServicer):
@@ -78,15 +44,12 @@ class EngineService(pb_grpc.EngineServicer):
         membership: Membership,
         hub: SessionHub,
         gate: Gate,
+        cache: CacheAnswers,
         hot_rows: Callable[[str, int, int, int], None],
-        observe: Callable[[str, str, float], None],
     ) -> None:
-        """`hot_rows(engine, epoch, hits, misses)` is told what engines report.
-
-        `observe(method, code, seconds)`: of each call on a stream of calls.
-        """
+        """`hot_rows(engine, epoch, hits, misses)` is told what engines report."""
         self._hot_rows = hot_rows
-        self._observe = observe
+        self._cache = cache
         self._boot_id = boot_id
         self._loop = loop
         self._node = node
@@ -143,7 +106,7 @@ class EngineService(pb_grpc.EngineServicer):
             first = _first(request_iterator)
             if first is None:
                 return
-            self._check_boot(first)
+            check_boot(first, self._boot_id)
             key = (self._membership.engine_of(token, first.epoch), first.epoch)
         except KVError as error:
             abort_with(context, error)
@@ -180,7 +143,7 @@ class EngineService(pb_grpc.EngineServicer):
             stream.end()
 
     def _step(self, stream: SessionStream, message: pb.StepRequest) -> None:
-        self._check_boot(message)
+        check_boot(message, self._boot_id)
         if message.epoch != stream.key[1]:
             raise InvalidArgument(
                 f"step {message.number} names epoch {message.epoch}, this stream began with epoch {stream.key[1]}; "
@@ -210,33 +173,29 @@ class EngineService(pb_grpc.EngineServicer):
             kv_format = self._node.state.groups[registration.group].spec.kv_format
             check_ticket(entry.ticket, registration.namespace, kv_format)
 
-    def _check_boot(self, message: pb.StepRequest | _Named) -> None:
-        if message.boot_id != self._boot_id:
-            raise StaleBoot(
-                f"boot id {message.boot_id} is not this daemon's ({self._boot_id}); attach and register again"
-            )
-
     @typed
     def Lookup(self, request: pb.LookupRequest, context: grpc.ServicerContext) -> pb.LookupReply:
         """How long a prefix is known; pins nothing, renews nothing."""
-        return self._lookup(request, self._callers.who(context, "engine").token)
+        return self._cache.lookup(request, self._asker(context))
 
     @typed
     def Acquire(self, request: pb.AcquireRequest, context: grpc.ServicerContext) -> pb.AcquireReply:
         """Pins a cached prefix."""
-        token = self._callers.who(context, "engine").token
-        return self._acquire(request, token, _until(context.time_remaining()), context)
+        return self._cache.acquire(request, self._asker(context))
 
     @typed
     def Done(self, request: pb.DoneRequest, context: grpc.ServicerContext) -> pb.DoneReply:
         """Gives the pins of an Acquire back."""
-        return self._done(request, self._callers.who(context, "engine").token)
+        return self._cache.done(request, self._asker(context))
 
     @typed
     def Store(self, request: pb.StoreRequest, context: grpc.ServicerContext) -> pb.StoreReply:
         """One step of a write into the cache."""
-        token = self._callers.who(context, "engine").token
-        return self._store(request, token, _until(context.time_remaining()), context)
+        return self._cache.store(request, self._asker(context))
+
+    def _asker(self, context: grpc.ServicerContext) -> Asker:
+        token, left_s = self._callers.who(context, "engine").token, context.time_remaining()
+        return Asker(token, context.is_active, math.inf if left_s is None else time.monotonic() + left_s)
 
     def CacheCalls(
         self, request_iterator: Iterator[pb.CacheCall], context: grpc.ServicerContext
@@ -252,70 +211,11 @@ class EngineService(pb_grpc.EngineServicer):
                 _log.debug("a stream of cache calls broke")
 
     def _answer(self, call: pb.CacheCall, context: grpc.ServicerContext) -> pb.CacheAnswer:
-        began, code, name = time.perf_counter(), "OK", call.WhichOneof("what")
         try:
             token = self._callers.who(context, "engine").token
-            until_s = _until(call.timeout_ns / 1e9 if call.timeout_ns else None)
-            match name:
-                case "lookup":
-                    return pb.CacheAnswer(lookup=self._lookup(call.lookup, token))
-                case "acquire":
-                    return pb.CacheAnswer(acquire=self._acquire(call.acquire, token, until_s, context))
-                case "done":
-                    return pb.CacheAnswer(done=self._done(call.done, token))
-                case "store":
-                    return pb.CacheAnswer(store=self._store(call.store, token, until_s, context))
-            raise InvalidArgument("no call is set; lookup, acquire, done or store")
         except KVError as error:
-            code = error.reason
             return pb.CacheAnswer(error=error_to_proto(error))
-        finally:
-            self._observe((name or "none").capitalize(), code, time.perf_counter() - began)
-
-    def _lookup(self, request: pb.LookupRequest, token: str) -> pb.LookupReply:
-        name = self._caller(request, token)
-        return self._loop.inspect(lambda node: _lookup(node, name, request))
-
-    def _acquire(
-        self, request: pb.AcquireRequest, token: str, until_s: float, context: grpc.ServicerContext
-    ) -> pb.AcquireReply:
-        return acquire_reply(self._arrived(acquire_event(self._caller(request, token), request), until_s, context))
-
-    def _done(self, request: pb.DoneRequest, token: str) -> pb.DoneReply:
-        self._loop.call(done_event(self._caller(request, token), request))
-        return pb.DoneReply()
-
-    def _store(
-        self, request: pb.StoreRequest, token: str, until_s: float, context: grpc.ServicerContext
-    ) -> pb.StoreReply:
-        name = self._caller(request, token)
-        if request.WhichOneof("step") == "reserve":
-            self._gate.check()
-        event = store_event(name, request, self._membership.registration(name, request.epoch).namespace)
-        if isinstance(event, EndLease):
-            self._loop.call(event)
-            return pb.StoreReply()
-        opened = self._arrived(event, until_s, context)
-        return pb.StoreReply(tokens=opened.cached_tokens, spans=[span_run(table) for table in opened.spans])
-
-    def _arrived(
-        self, event: AcquirePrefix | ReserveSpans, until_s: float, context: grpc.ServicerContext
-    ) -> Opened:
-        """The lease, once its pages may be used. Raises NotReady at the call's deadline."""
-        pause_s = LEASE_PAUSES_S[0]
-        while True:
-            opened: Opened = self._loop.call(event)
-            if opened.state != "waiting":
-                return opened
-            if not context.is_active() or until_s - time.monotonic() < 2 * pause_s:
-                raise NotReady(f"lease {event.request_id} waits for its pages; ask for it again")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LEASE_PAUSES_S[1])
-
-    def _caller(self, request: _Named, token: str) -> str:
-        """The engine that a call names by its epoch and token."""
-        self._check_boot(request)
-        return self._membership.engine_of(token, request.epoch)
+        return self._cache.answer(call, token, context.is_active)
 
 
 def _check_version(request: pb.RegisterRequest) -> None:
@@ -330,28 +230,9 @@ def _check_version(request: pb.RegisterRequest) -> None:
         )
 
 
-def _until(left_s: float | None) -> float:
-    """The moment at which a call is over; infinity for never."""
-    return float("inf") if left_s is None else time.monotonic() + left_s
-
-
 def _first(messages: Iterator[pb.StepRequest]) -> pb.StepRequest | None:
     """The message that a stream begins with; None when the client left before it."""
     try:
         return next(messages, None)
     except grpc.RpcError:
         return None
-
-
-def _lookup(node: Node, engine_name: str, request: pb.LookupRequest) -> pb.LookupReply:
-    engine = node.state.engine(engine_name, request.epoch)
-    group = node.state.groups[engine.group]
-    rows = group.spec.page_rows
-    segments = min(len(request.keys) // group.key_bytes, request.prompt_tokens // rows)
-    cached, device = segments, segments
-    for chain in group.chains:
-        match = chain.index.match(request.keys, segments, engine.namespace)
-        cached = min(cached, match.segments + match.donor_segments)
-        resident = match.rows[: chain.device_ready(match.rows)]
-        device = min(device, int(chain.table.segments[resident].sum()))
-    return pb.LookupReply(device_tokens=min(device, cached) * rows, cached_tokens=cached * rows)

@@ -1,83 +1,131 @@
-"""The stream of cache calls: answers in order, typed errors on it, and what a broken or silent one means."""
+"""Lease calls over their socket: who gets in, answers in order, typed errors, and what broken or silent means."""
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-import grpc
 import pytest
 
-from kvmanager.clients.callstream import CallStream
+from kvmanager.clients.callline import SteadyLine
+from kvmanager.clients.callqueue import CallQueue
 from kvmanager.clients.leases import LeaseCalls, Questions
-from kvmanager.errors import NotReady, StaleBoot, UnknownLease
+from kvmanager.daemon.attach import ClientIdentity
+from kvmanager.errors import InvalidArgument, LimitExceeded, NotReady, StaleBoot, Suspect, Unauthorized, UnknownLease
+from kvmanager.framing import receive_frame, receive_json, send_frame, send_json
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
-from kvmanager.wire import abort_with, error_to_proto
+from kvmanager.runtime_dir import CALLS_SOCKET
+from kvmanager.services.calldoor import CONNECTIONS_MAX, OF_ONE_CLIENT, CallDoor
+from kvmanager.services.callers import Callers
+from kvmanager.wire import MESSAGE_MAX_BYTES, error_from_proto, error_to_proto
 
 WAIT_S = 60.0
-Answered = Callable[[pb.CacheCall, grpc.ServicerContext], pb.CacheAnswer]
-
-
-class Door(pb_grpc.EngineServicer):
-    """Answers as the test says. streams: how many were opened."""
-
-    def __init__(self) -> None:
-        self.streams = 0
-        self.answered: Answered = lambda call, _context: _tokens(call)
-
-    def CacheCalls(
-        self, request_iterator: Iterator[pb.CacheCall], context: grpc.ServicerContext
-    ) -> Iterator[pb.CacheAnswer]:
-        self.streams += 1
-        for call in request_iterator:
-            yield self.answered(call, context)
+TOKEN = "t" * 64
+Answered = Callable[[pb.CacheCall], pb.CacheAnswer]
 
 
 def _tokens(call: pb.CacheCall) -> pb.CacheAnswer:
     return pb.CacheAnswer(lookup=pb.LookupReply(cached_tokens=call.lookup.prompt_tokens))
 
 
-def _once(go_on: threading.Event) -> Answered:
-    """Answers when the test says."""
+@dataclass
+class Daemon:
+    """A door, and what a test says is behind it. here: of the newest call."""
 
-    def answer(call: pb.CacheCall, _context: grpc.ServicerContext) -> pb.CacheAnswer:
-        go_on.wait(WAIT_S)
-        return _tokens(call)
+    path: Path
+    answered: Answered = _tokens
+    suspect: bool = False
+    asked: int = 0
+    here: Callable[[], bool] = lambda: True
+    door: CallDoor | None = None
+    uid: int = field(default_factory=os.getuid)
+    clients: list[LeaseCalls] = field(default_factory=list)
 
-    return answer
+    def identity_of(self, token: str) -> ClientIdentity:
+        if self.suspect:
+            raise Suspect("attach again")
+        if token == "operator":
+            return ClientIdentity(token, self.uid, 1, -1, "operator", "o")
+        if token != TOKEN:
+            raise Unauthorized("no client holds this session token")
+        return ClientIdentity(token, self.uid, 1, -1, "engine", "e")
+
+    def answer(self, call: pb.CacheCall, token: str, here: Callable[[], bool]) -> pb.CacheAnswer:
+        assert token == TOKEN
+        self.asked += 1
+        self.here = here
+        return self.answered(call)
+
+    def start(self) -> None:
+        self.door = CallDoor(self.path, 7, Callers(self), self.answer)
+        self.door.start()
+
+    def stop(self) -> None:
+        assert self.door is not None
+        self.door.close()
+
+    @property
+    def threads(self) -> int:
+        assert self.door is not None
+        return len(self.door._threads)
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[tuple[Door, LeaseCalls]]:
-    server = grpc.server(ThreadPoolExecutor(4))
-    servicer = Door()
-    pb_grpc.add_EngineServicer_to_server(servicer, server)
-    server.add_insecure_port(f"unix:{tmp_path / 's'}")
-    server.start()
-    client = SimpleNamespace(boot_id=1, epoch=1)
-    with grpc.insecure_channel(f"unix:{tmp_path / 's'}") as channel:
-        yield servicer, LeaseCalls(channel, client, timeout_s=30.0)  # type: ignore[arg-type]
-    server.stop(0).wait()
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    served = Daemon(tmp_path)
+    served.start()
+    yield served
+    for calls in served.clients:
+        calls.hang_up()
+    served.stop()
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_calls_go_over_one_stream_and_a_failed_one_does_not_end_it(door: tuple[Door, LeaseCalls]) -> None:
-    servicer, calls = door
+def attachment(daemon: Daemon, token: str = TOKEN) -> Any:
+    return SimpleNamespace(runtime_dir=daemon.path, token=token)
+
+
+CLIENT: Any = SimpleNamespace(boot_id=1, epoch=1)
+
+
+def calls_of(daemon: Daemon, timeout_s: float = 30.0, token: str = TOKEN) -> LeaseCalls:
+    calls = LeaseCalls(attachment(daemon, token), CLIENT, timeout_s)
+    daemon.clients.append(calls)
+    return calls
+
+
+def until(true: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < give_up
+        time.sleep(0.002)
+
+
+def test_calls_go_over_one_line_and_a_failed_one_does_not_end_it(daemon: Daemon) -> None:
+    calls = calls_of(daemon)
     assert calls.lookup(b"", 7) == 7
-    servicer.answered = lambda _call, _context: pb.CacheAnswer(error=error_to_proto(UnknownLease("it ended")))
+    daemon.answered = lambda _call: pb.CacheAnswer(error=error_to_proto(UnknownLease("it ended")))
     with pytest.raises(UnknownLease, match="it ended"):
         calls.done(1)
-    servicer.answered = lambda call, _context: _tokens(call)
+    daemon.answered = lambda _call: pb.CacheAnswer(error=error_to_proto(StaleBoot("attach again")))
+    with pytest.raises(StaleBoot, match="attach again"):
+        calls.lookup(b"", 1)
+    daemon.answered = _tokens
     assert [calls.lookup(b"", n) for n in range(5)] == [0, 1, 2, 3, 4]
-    assert servicer.streams == 1
+    assert (daemon.threads, daemon.asked) == (1, 8)
+    calls.hang_up()
+    until(lambda: daemon.threads == 0)
 
 
-def test_threads_get_their_own_answers(door: tuple[Door, LeaseCalls]) -> None:
-    _, calls = door
+def test_threads_get_their_own_answers(daemon: Daemon) -> None:
+    calls = calls_of(daemon)
     wrong: list[int] = []
 
     def ask(first: int) -> None:
@@ -88,98 +136,230 @@ def test_threads_get_their_own_answers(door: tuple[Door, LeaseCalls]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wrong == []
+    assert (wrong, daemon.asked) == ([], 400)
 
 
-def test_a_stream_that_broke_meanwhile_is_opened_anew_once(door: tuple[Door, LeaseCalls]) -> None:
-    servicer, calls = door
+def test_a_line_that_broke_meanwhile_is_opened_anew_once(daemon: Daemon) -> None:
+    calls = calls_of(daemon)
     assert calls.lookup(b"", 1) == 1
-    left = [1]
+    daemon.stop()
+    daemon.start()
+    assert calls.lookup(b"", 2) == 2
+    daemon.stop()
+    for _ in range(2):
+        with pytest.raises(NotReady, match="no node answers"):
+            calls.lookup(b"", 3)
+    daemon.start()
+    assert calls.lookup(b"", 4) == 4
 
-    def breaks(call: pb.CacheCall, context: grpc.ServicerContext) -> pb.CacheAnswer:
-        if left[0]:
-            left[0] -= 1
-            context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+def test_a_silent_daemon_is_not_asked_again(daemon: Daemon) -> None:
+    go_on = threading.Event()
+    calls = calls_of(daemon, timeout_s=0.2)
+    assert calls.lookup(b"", 1) == 1
+
+    def slow(call: pb.CacheCall) -> pb.CacheAnswer:
+        assert call.timeout_ns == 200_000_000
+        go_on.wait(WAIT_S)
         return _tokens(call)
 
-    servicer.answered = breaks
-    assert calls.lookup(b"", 2) == 2
-    assert servicer.streams == 2
-    left[0] = 9
-    with pytest.raises(NotReady, match="UNAVAILABLE"):
-        calls.lookup(b"", 3)
-    assert left[0] == 7, "asked twice, and no more"
-    with pytest.raises(NotReady, match="UNAVAILABLE"):
-        calls.lookup(b"", 3)
-    assert left[0] == 6, "on a new stream once"
+    daemon.answered = slow
+    with pytest.raises(NotReady, match=r"does not answer within 0\.2 s"):
+        calls.lookup(b"", 2)
+    assert daemon.asked == 2
+    assert not daemon.here(), "who gave up is not waited for"
+    daemon.answered = _tokens
+    assert calls.lookup(b"", 3) == 3, "the late answer is nobody's"
+    go_on.set()
+    until(lambda: daemon.threads == 1)
 
 
-def test_questions_do_not_wait_for_each_other_s_answers(door: tuple[Door, LeaseCalls]) -> None:
-    servicer, calls = door
+def test_questions_do_not_wait_for_each_other_s_answers(daemon: Daemon) -> None:
     go_on = threading.Event()
-    servicer.answered = _once(go_on)
+
+    def slow(call: pb.CacheCall) -> pb.CacheAnswer:
+        go_on.wait(WAIT_S)
+        return _tokens(call)
+
+    daemon.answered = slow
     heard: list[object] = []
-    stream, questions = CallStream(calls._stub, WAIT_S, heard.append), Questions(calls._client)
-    answers = [stream.ask(lambda n=n: questions.lookup(b"", n)) for n in range(20)]  # type: ignore[misc]
+    asked, questions = CallQueue(SteadyLine(attachment(daemon), WAIT_S), heard.append), Questions(CLIENT)
+    answers = [asked.ask(lambda n=n: questions.lookup(b"", n)) for n in range(20)]  # type: ignore[misc]
     assert not any(answer.done() for answer in answers)
+    assert daemon.here is not None
     go_on.set()
     assert [answer.result(WAIT_S) for answer in answers] == list(range(20))
     with pytest.raises(ZeroDivisionError):
-        stream.ask(lambda: questions.lookup(b"", 1 // 0)).result(WAIT_S)
-    assert stream.ask(lambda: questions.lookup(b"", 5)).result(WAIT_S) == 5, "the stream outlives a bad question"
-    assert heard == [None] * 21
-    stream.close()
+        asked.ask(lambda: questions.lookup(b"", 1 // 0)).result(WAIT_S)
+    daemon.answered = lambda _call: pb.CacheAnswer(error=error_to_proto(UnknownLease("it ended")))
+    with pytest.raises(UnknownLease):
+        asked.ask(lambda: questions.lookup(b"", 5)).result(WAIT_S)
+    daemon.answered = _tokens
+    assert asked.ask(lambda: questions.lookup(b"", 5)).result(WAIT_S) == 5, "it outlives a bad question"
+    until(lambda: len(heard) == 22)
+    assert [error for error in heard if error is not None] == [heard[20]]
+    asked.close()
+    until(lambda: daemon.threads == 0)
+    with pytest.raises(NotReady):
+        asked.ask(lambda: questions.lookup(b"", 1)).result(WAIT_S)
 
 
-def test_a_stream_that_ends_fails_all_that_was_asked_and_what_is_asked_later(door: tuple[Door, LeaseCalls]) -> None:
-    servicer, calls = door
+def test_without_a_daemon_all_that_was_asked_fails_and_what_is_asked_later(daemon: Daemon) -> None:
     go_on = threading.Event()
-    servicer.answered = _once(go_on)
+
+    def slow(call: pb.CacheCall) -> pb.CacheAnswer:
+        go_on.wait(WAIT_S)
+        return _tokens(call)
+
+    daemon.answered = slow
     heard: list[object] = []
-    stream, questions = CallStream(calls._stub, 0.05, heard.append), Questions(calls._client)
-    answers = [stream.ask(lambda: questions.lookup(b"", 1)) for _ in range(20)]
-    give_up = time.monotonic() + WAIT_S
-    while not stream.broken and time.monotonic() < give_up:
-        stream.end_if_overdue()
-        time.sleep(0.01)
+    asked, questions = CallQueue(SteadyLine(attachment(daemon), 0.1), heard.append), Questions(CLIENT)
+    answers = [asked.ask(lambda: questions.lookup(b"", 1)) for _ in range(20)]
     for answer in answers:
-        with pytest.raises(NotReady, match="CANCELLED"):
+        with pytest.raises(NotReady, match="does not answer"):
             answer.result(WAIT_S)
     with pytest.raises(NotReady):
-        stream.ask(lambda: questions.lookup(b"", 1)).result(WAIT_S)
-    wait = time.monotonic() + WAIT_S
-    while len(heard) < 1 and time.monotonic() < wait:
-        time.sleep(0.01)
-    assert [type(error) for error in heard] == [NotReady]
+        asked.ask(lambda: questions.lookup(b"", 1)).result(WAIT_S)
+    until(lambda: len(heard) == 1)
+    assert isinstance(heard[0], NotReady)
     go_on.set()
 
 
-def test_the_daemon_s_word_at_the_stream_s_end_is_typed(door: tuple[Door, LeaseCalls]) -> None:
-    servicer, calls = door
+def test_who_does_not_belong_here_is_told_why(daemon: Daemon) -> None:
+    def refused(kind: type[Exception], token: str, why: str) -> None:
+        with pytest.raises(kind, match=why):
+            calls_of(daemon, token=token).lookup(b"", 1)
 
-    def stale(_call: pb.CacheCall, context: grpc.ServicerContext) -> pb.CacheAnswer:
-        abort_with(context, StaleBoot("attach again"))
-
-    servicer.answered = stale
-    with pytest.raises(StaleBoot, match="attach again"):
+    refused(Unauthorized, "x", "no client holds")
+    refused(Unauthorized, "operator", "role 'operator' may not")
+    daemon.uid += 1
+    refused(Unauthorized, TOKEN, f"of a process of uid {daemon.uid}, not of uid {os.getuid()}")
+    daemon.uid -= 1
+    calls = calls_of(daemon)
+    assert calls.lookup(b"", 1) == 1
+    daemon.suspect = True
+    with pytest.raises(Suspect, match="attach again"):
         calls.lookup(b"", 1)
+    daemon.suspect = False
+    assert calls.lookup(b"", 1) == 1, "the line is as good as before"
 
 
-def test_an_answer_that_comes_late_is_nobody_s(door: tuple[Door, LeaseCalls]) -> None:
-    servicer, calls = door
-    calls._timeout_s = 0.2
-    said = threading.Event()
+def _knock(daemon: Daemon) -> socket.socket:
+    channel = socket.socket(socket.AF_UNIX)
+    channel.connect(os.fspath(daemon.path / CALLS_SOCKET))  # with a time-out it would not wait for its turn
+    channel.settimeout(WAIT_S)
+    return channel
 
-    def slow(call: pb.CacheCall, _context: grpc.ServicerContext) -> pb.CacheAnswer:
-        said.wait(30)
+
+def _enter(daemon: Daemon) -> socket.socket:
+    channel = _knock(daemon)
+    send_json(channel, {"token": TOKEN})
+    assert receive_json(channel) == ({"boot_id": 7}, ())
+    return channel
+
+
+@pytest.mark.parametrize("hello", [b"{}", b'{"token": 1}', b'{"token": "x", "role": "engine"}', b"[]", b"\xff", b""])
+def test_what_is_no_greeting_is_refused(daemon: Daemon, hello: bytes) -> None:
+    with _knock(daemon) as channel:
+        send_frame(channel, hello)
+        answer, _ = receive_json(channel)
+        assert answer["error"]["reason"] == "INVALID_ARGUMENT"
+        assert receive_frame(channel) is None
+    until(lambda: daemon.threads == 0)
+
+
+def _error(channel: socket.socket) -> Exception:
+    frame = receive_frame(channel)
+    assert frame is not None
+    return error_from_proto(pb.CacheAnswer.FromString(frame.payload).error)
+
+
+def test_descriptors_are_closed_and_refused(daemon: Daemon) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, _enter(daemon) as channel:
+        send_frame(channel, pb.CacheCall(lookup=pb.LookupRequest()).SerializeToString(), [theirs.fileno()])
+        theirs.close()
+        assert isinstance(_error(channel), InvalidArgument)
+        ours.settimeout(WAIT_S)
+        assert ours.recv(1) == b"", "nobody holds the other end"
+        send_frame(channel, b"\xff\xff\xff")
+        assert "are no CacheCall" in str(_error(channel))
+        send_frame(channel, pb.CacheCall(lookup=pb.LookupRequest(prompt_tokens=3)).SerializeToString())
+        frame = receive_frame(channel)
+        assert frame is not None
+        assert pb.CacheAnswer.FromString(frame.payload).lookup.cached_tokens == 3
+
+
+def test_a_frame_that_is_too_large_ends_the_line_with_a_word(daemon: Daemon) -> None:
+    with _enter(daemon) as channel:
+        channel.sendall((MESSAGE_MAX_BYTES + 1).to_bytes(4, "little") + bytes(4))
+        assert isinstance(_error(channel), LimitExceeded)
+        assert receive_frame(channel) is None
+    with _enter(daemon) as channel:
+        channel.sendall(b"\x10")
+    until(lambda: daemon.threads == 0)
+
+
+def test_an_answer_that_is_too_large_is_an_error_and_the_line_goes_on(daemon: Daemon) -> None:
+    sums = bytes(MESSAGE_MAX_BYTES + 1)
+    daemon.answered = lambda _call: pb.CacheAnswer(acquire=pb.AcquireReply(sums=sums))
+    calls = calls_of(daemon)
+    with pytest.raises(LimitExceeded):
+        calls.acquire(1, b"")
+    daemon.answered = _tokens
+    assert calls.lookup(b"", 1) == 1
+
+
+def test_connections_are_limited(daemon: Daemon) -> None:
+    held = [_enter(daemon) for _ in range(OF_ONE_CLIENT)]
+    with pytest.raises(LimitExceeded, match="with this token"):
+        calls_of(daemon).lookup(b"", 1)
+    until(lambda: daemon.threads == OF_ONE_CLIENT)
+    silent = [_knock(daemon) for _ in range(CONNECTIONS_MAX - OF_ONE_CLIENT)]
+    until(lambda: daemon.threads == CONNECTIONS_MAX)
+    with pytest.raises(LimitExceeded, match="are open already"):
+        calls_of(daemon).lookup(b"", 1)
+    for channel in [*silent, held.pop()]:
+        channel.close()
+    until(lambda: daemon.threads == OF_ONE_CLIENT - 1)
+    assert calls_of(daemon).lookup(b"", 1) == 1
+    for channel in held:
+        channel.close()
+
+
+def test_who_says_nothing_is_let_go(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmanager.services.calldoor.HELLO_DEADLINE_S", 0.05)
+    with _knock(daemon) as channel:
+        assert channel.recv(1) == b""
+
+
+def test_a_door_that_never_opened_closes(tmp_path: Path) -> None:
+    CallDoor(tmp_path, 1, Callers(Daemon(tmp_path)), lambda *_: pb.CacheAnswer()).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_door_that_closes_ends_calls_that_wait(daemon: Daemon) -> None:
+    calls = calls_of(daemon)
+    began = threading.Event()
+
+    def waits(call: pb.CacheCall) -> pb.CacheAnswer:
+        began.set()
+        until(lambda: not daemon.here())
         return _tokens(call)
 
-    servicer.answered = slow
-    with pytest.raises(NotReady, match="does not answer"):
-        calls.lookup(b"", 1)
-    servicer.answered = lambda call, _context: _tokens(call)
-    calls._timeout_s = 30.0
-    said.set()
-    time.sleep(0.05)
-    assert calls.lookup(b"", 2) == 2
-    assert servicer.streams == 2
+    daemon.answered = waits
+    failed: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            calls.lookup(b"", 1)
+        except NotReady as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert began.wait(WAIT_S)
+    daemon.stop()
+    thread.join(WAIT_S)
+    assert len(failed) == 1
+    daemon.start()

@@ -6,7 +6,7 @@ import pytest
 
 from kvmanager.core.spans import DEVICE, READY
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.services.engine_service import _lookup
+from kvmanager.services.cacheanswers import _lookup
 from tests.sim.driver import Client, Driver, sharded_group
 
 SPAN, SPANS = 512, 5

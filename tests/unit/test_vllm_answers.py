@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvmanager.clients.callstream import Answer
+from kvmanager.clients.callqueue import Answer
 from kvmanager.clients.vllm.bell import Bell
 from kvmanager.errors import NotReady
 
