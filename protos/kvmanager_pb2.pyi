@@ -1578,7 +1578,9 @@ Global___StoreReply: _TypeAlias = StoreReply  # noqa: Y015
 
 @_typing.final
 class CacheCall(_message.Message):
-    """One of the calls above, on a stream of them: half of a call's way is spared. They are answered in order, one each."""
+    """One of the calls above, on a stream of them, answered in order, one each: a part of a call's way is spared. On
+    calls.sock, a frame: most of it is (kvmanager/services/calldoor.py says how it begins).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -119,7 +119,7 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CacheCalls(self, request_iterator, context):
-        """The four calls above, one after the other. Its end ends nothing: leases live on.
+        """The four calls above, one after the other, as on calls.sock. Its end ends nothing: leases live on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

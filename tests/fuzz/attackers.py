@@ -1,8 +1,9 @@
-"""Those who send it: on the attach socket, as raw bytes to gRPC, and as clients of every role."""
+"""Those who send it: on the node's sockets, as raw bytes to gRPC, and as clients of every role."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import socket
@@ -20,7 +21,7 @@ from kvmanager.clients.engine import EngineClient
 from kvmanager.daemon.moverlink import mover_socket
 from kvmanager.errors import KVError
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.runtime_dir import ATTACH_SOCKET, GRPC_SOCKET
+from kvmanager.runtime_dir import ATTACH_SOCKET, CALLS_SOCKET, GRPC_SOCKET
 from kvmanager.services.access import ROLES
 from kvmanager.wire import pack_u32, pack_u64, unpack_u32
 from tests.fuzz import noise
@@ -51,12 +52,14 @@ class Attackers:
         runtime_dir: Path,
         engine: Callable[[], EngineClient],
         engine_channel: Callable[[], grpc.Channel],
+        engine_token: Callable[[], str],
         known: tuple[str, ...],
     ) -> None:
-        """`engine()`: one that is registered, with its channel; `known`: names that the node has."""
+        """`engine()`: one that is registered, with its channel and token; `known`: names that the node has."""
         self._dir = runtime_dir
         self._engine = engine
         self._engine_channel = engine_channel
+        self._engine_token = engine_token
         self._known = known
         self._attached: dict[str, tuple[Attachment, grpc.Channel]] = {}
 
@@ -99,6 +102,31 @@ class Attackers:
                 _until_closed(channel)
         return "http2"
 
+    def bytes_at_the_calls(self, dice: random.Random) -> str:
+        """Frames on the socket for lease calls, mostly of somebody who has come in: calls, and what is none."""
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.connect(os.fspath(self._dir / CALLS_SOCKET))
+            channel.settimeout(PATIENCE_S)
+            inside = dice.random() < 0.8
+            with contextlib.suppress(OSError):  # it has closed by now
+                if inside:
+                    channel.sendall(_frame(json.dumps({"token": self._engine_token()}).encode()))
+                for _ in range(dice.randrange(1, 6)):
+                    channel.sendall(self._call(dice) if dice.random() < 0.8 else noise.frame(dice)[0])
+                channel.shutdown(socket.SHUT_WR)
+                _until_closed(channel)
+        return "calls" if inside else "calls, outside"
+
+    def _call(self, dice: random.Random) -> bytes:
+        call = pb.CacheCall()
+        noise.fill(dice, call, self._known)
+        kind = call.WhichOneof("what")
+        if kind is not None:
+            self._make_true(dice, getattr(call, kind))
+        call.timeout_ns %= 50_000_000
+        data = call.SerializeToString()
+        return _frame(noise.damaged(dice, data) if dice.random() < 0.2 else data)
+
     def bytes_at_the_mover(self, dice: random.Random) -> str:
         """What no daemon sends: no frame, no command, or one of a boot that never was."""
         with socket.socket(socket.AF_UNIX) as channel:
@@ -110,7 +138,7 @@ class Attackers:
                 noise.fill(dice, message, self._known)
                 message.boot_id = 0
                 payload = message.SerializeToString() if dice.random() < 0.7 else data
-                data = struct.pack("<II", len(payload), 0) + payload
+                data = _frame(payload)
             with contextlib.suppress(OSError):
                 channel.sendall(data)
                 channel.shutdown(socket.SHUT_WR)
@@ -189,6 +217,10 @@ class Attackers:
         except KVError as error:
             return f"{what} {type(error).__name__}"
         return f"{what} OK"
+
+
+def _frame(payload: bytes) -> bytes:
+    return struct.pack("<II", len(payload), 0) + payload
 
 
 def _be_rows(dice: random.Random, rows: pb.RequestVector) -> None:

@@ -41,6 +41,10 @@ class _Engine:
         epoch = self.client.epoch
         self._ranks = [connect_worker(runtime_dir, "engine", epoch, rank) for rank in range(nodes.RANKS)]
 
+    @property
+    def token(self) -> str:
+        return self._attachment.token
+
     def close(self) -> None:
         for rank in self._ranks:
             with contextlib.suppress(KVError):  # its attach was ended by a blow
@@ -57,9 +61,11 @@ def main() -> int:
     runtime_dir, seed = Path(sys.argv[1]), int(sys.argv[2])
     first, count, end_s = int(sys.argv[3]), int(sys.argv[4]), time.monotonic() + float(sys.argv[5])
     engine = _Engine(runtime_dir)
-    attackers = Attackers(runtime_dir, lambda: engine.client, lambda: engine.channel, KNOWN)
+    attackers = Attackers(runtime_dir, lambda: engine.client, lambda: engine.channel, lambda: engine.token, KNOWN)
     calls = (attackers.any_call, attackers.step)
-    doors = (attackers.bytes_at_the_door, attackers.bytes_at_grpc, attackers.bytes_at_the_mover)
+    doors = (
+        attackers.bytes_at_the_door, attackers.bytes_at_grpc, attackers.bytes_at_the_calls, attackers.bytes_at_the_mover,
+    )  # fmt: skip
     answers: Counter[str] = Counter()
     for number in range(first, first + count):
         if time.monotonic() > end_s:
