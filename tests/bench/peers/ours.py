@@ -40,7 +40,7 @@ from tests.bench.peers.clock import count_for, summary, times_us
 ROWS = 64
 FORMAT = plain_format("uint8", 1, 1, PAGE_BYTES // ROWS)
 LAYOUT = plain_layout(FORMAT, ROWS)
-STEP_ROWS, STEP_REQUESTS = 16, 64
+STEP_ROWS, STEP_REQUESTS, STEPS = 16, 64, 500
 PAIR = 2_300
 """Pages of the lookup's node: the longest prompt and some."""
 
@@ -212,7 +212,7 @@ def case_kill(directory: Path) -> dict[str, Any]:
 
 
 def case_step(directory: Path) -> dict[str, Any]:
-    """One message that commits a token of each of 64 requests, and its reply."""
+    """One message that commits a token of each of 64 requests, and its reply; the keys are made before."""
     with serving(step_toml(directory / "ours"), directory) as node:
         where, layout = namespace(GLM53_TINY.name, STEP_ROWS), native_layout(GLM53_TINY, STEP_ROWS)
         held = AttachedEngine(node.runtime_dir, "a", group="g", namespace=where, layouts=[layout], ranks=1)
@@ -223,21 +223,19 @@ def case_step(directory: Path) -> dict[str, Any]:
                 request_id=number + 1, prompt_tokens=STEP_ROWS, growth_tokens=700, prompt_keys=chain.extend(ids)
             )
             held.open(opened)
-        committed = STEP_ROWS
-        held.step([RequestStep(n + 1, committed + 1, committed) for n in range(STEP_REQUESTS)])
-
-        def step() -> None:
-            nonlocal committed
-            committed += 1
-            rows = [
-                RequestStep(n + 1, committed + 1, committed, 0, chain.extend(np.array([committed])))
-                for n, chain in enumerate(chains)
-            ]
-            held.step(rows)
-
-        times = times_us([step] * 500)
+        held.step([RequestStep(n + 1, STEP_ROWS + 1, STEP_ROWS) for n in range(STEP_REQUESTS)])
+        steps = [_rows_of(chains, STEP_ROWS + 1 + number) for number in range(STEPS)]
+        times = times_us([lambda rows=rows: held.step(rows) for rows in steps])
         held.close()
     return {f"step of {STEP_REQUESTS} requests": summary(times)}
+
+
+def _rows_of(chains: list[KeyChain], committed: int) -> list[RequestStep]:
+    """A token more of each request, with the keys that it completes."""
+    return [
+        RequestStep(n + 1, committed + 1, committed, 0, chain.extend(np.array([committed])))
+        for n, chain in enumerate(chains)
+    ]
 
 
 def case_load(directory: Path) -> dict[str, Any]:
