@@ -383,7 +383,7 @@ class Daemon:
             self._history.note(event, self._node.state.now, effects)
 
     def _perform(self, effect: Effect) -> None:
-        """Effects of the core, in the core's thread."""
+        """Effects of the core, in the core."""
         match effect:
             case SubmitPlan():
                 self._mover.submit(effect.plan)

@@ -1,7 +1,12 @@
-"""The owner loop: one thread that owns the core. Everybody else sends events and gets answers."""
+"""The owner loop: what waits for the core is handled in its order, one thing at a time.
+
+It has a thread of its own. Who asks while nothing waits and the core is free has it done in his own thread, at once:
+a change of threads, and one back, cost more than most events.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -57,10 +62,18 @@ class _Inspect:
             self.result.set_exception(error)
 
 
+class _Look:
+    """Nothing to do, but the loop is to see for itself how long it may sleep now."""
+
+
+_LOOK = _Look()
+
+
 class OwnerLoop:
     """Runs the core, and keeps what changes it in the journal, before any effect of it leaves.
 
-    `perform` carries out effects in the loop's thread and must not block.
+    `perform` carries out effects and must not block. It, and what else is told to run *in the core*, runs in the loop's
+    thread or in that of a caller, never in two at one time.
 
     `on_failure` is called once, with the exception that ended the loop: the daemon must then stop. After the
     end, however it came, nobody waits in vain: events posted are dropped, questions are answered NotReady.
@@ -75,38 +88,44 @@ class OwnerLoop:
         journal: Journal | None = None,
         observe: Callable[[Event, list[Effect], float], None] = lambda _event, _effects, _took_s: None,
     ) -> None:
-        """`observe(event, effects, seconds)`: called in the loop's thread, after the effects have left."""
+        """`observe(event, effects, seconds)`: called in the core, after the effects have left."""
         self._node = node
         self._timelines = timelines
         self._perform = perform
         self._on_failure = on_failure
         self._journal = journal
         self._observe = observe
-        self._inbox: queue.SimpleQueue[_Apply | _Inspect | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Apply | _Inspect | _Look | None] = queue.SimpleQueue()
         self._ended = False
-        self._lock = threading.Lock()  # guards `_ended`: nothing enters the inbox after it was emptied
+        self._waiting = 0  # of the inbox, what is being handled included
+        self._lock = threading.Lock()  # guards both: nothing enters the inbox after it was emptied
+        self._core = threading.Lock()  # held by who uses the core
+        self._started = False
         self._next_tick = time.monotonic() + TICK_S
         self._thread = threading.Thread(target=self._run, name="core", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
+        self._started = True
         self._thread.start()
 
     def stop(self) -> None:
         """Handles what is queued, then ends the thread. Fine after a failure, too."""
         self._inbox.put(None)
         self._thread.join()
+        with self._core:  # a caller who was faster has gone
+            pass
 
     def post(self, event: Event) -> None:
         """Applies an event some time; nobody waits for it."""
         self._put(_Apply(event, None))
 
     def send(self, event: Event, answered: Callable[[Answer], None]) -> None:
-        """Applies an event; `answered` gets the answer (perhaps a KVError) in the loop's thread.
+        """Applies an event; `answered` gets the answer (perhaps a KVError), in the core.
 
         After the loop's end it gets NotReady, in the caller's thread.
         """
-        self._put(_Apply(event, answered))
+        self._do(_Apply(event, answered))
 
     def call(self, event: Event) -> Answer:
         """Applies an event and waits. Raises the KVError that was the answer."""
@@ -118,12 +137,12 @@ class OwnerLoop:
         return answer
 
     def inspect(self, look: Callable[[Node], T], timeout_s: float | None = None) -> T:
-        """Runs a read-only function on the core, between two events.
+        """Runs a read-only function in the core, between two events.
 
         Raises its KVError, or NotReady, also when the core does not come to it within `timeout_s`.
         """
         result: Future[T] = Future()
-        self._put(_Inspect(look, result))
+        self._do(_Inspect(look, result))
         try:
             return result.result(timeout_s)
         except FutureTimeout:
@@ -136,7 +155,7 @@ class OwnerLoop:
         return time.monotonic() - (self._next_tick - TICK_S)
 
     def settle(self, action: Callable[[Node], None] = lambda _node: None) -> None:
-        """Returns when all that this thread posted was applied, and then `action` was run in the loop's thread.
+        """Returns when all that this thread posted was applied, and then `action` was run in the core.
 
         Without the action when the loop has ended.
         """
@@ -145,9 +164,35 @@ class OwnerLoop:
         except NotReady:
             _log.info("the core has ended")
 
+    def _do(self, work: _Apply | _Inspect) -> None:
+        """Now, where nothing else is to be done before it; otherwise in its turn."""
+        if not self._core.acquire(blocking=False):
+            self._put(work)
+            return
+        try:
+            alone = self._started and not self._ended and self._waiting == 0
+            if alone:
+                self._handle_here(work)
+        finally:
+            self._core.release()
+        if not alone:
+            self._put(work)
+
+    def _handle_here(self, work: _Apply | _Inspect) -> None:
+        watched = self._node.fences_pending
+        try:
+            self._handle(work)
+        except BaseException as error:
+            self._fail(error)
+            self._inbox.put(None)  # for the thread
+            return
+        if self._node.fences_pending and not watched:
+            self._inbox.put(_LOOK)
+
     def _put(self, work: _Apply | _Inspect) -> None:
         with self._lock:
             if not self._ended:
+                self._waiting += 1
                 self._inbox.put(work)
                 return
         work.refuse(_over())
@@ -160,44 +205,65 @@ class OwnerLoop:
             while self._turn():
                 pass
         except BaseException as error:
-            _log.critical("the core stops: %s", error, exc_info=True)
             failure = error
-        self._refuse_the_rest()
         if failure is not None:
+            self._fail(failure)
+        else:
+            self._refuse_the_rest()
+
+    def _fail(self, failure: BaseException) -> None:
+        """What ends the loop; only the first is told."""
+        _log.critical("the core stops: %s", failure, exc_info=failure)
+        if self._refuse_the_rest():
             self._on_failure(failure)
 
-    def _refuse_the_rest(self) -> None:
+    def _refuse_the_rest(self) -> bool:
+        """Whether this ended the loop."""
         with self._lock:
-            self._ended = True
+            first, self._ended = not self._ended, True
         while not self._inbox.empty():
-            work = self._inbox.get_nowait()
-            if work is not None:
-                work.refuse(_over())
+            with contextlib.suppress(queue.Empty):  # two may be at it
+                work = self._inbox.get_nowait()
+                if isinstance(work, _Apply | _Inspect):
+                    work.refuse(_over())
+        return first
 
     def _turn(self) -> bool:
         if time.monotonic() >= self._next_tick:  # also when the inbox is never empty
             self._next_tick = time.monotonic() + TICK_S
-            self._apply(_Apply(Tick(), None))
+            with self._core:
+                self._apply(_Apply(Tick(), None))
         try:
             work = self._inbox.get(timeout=self._patience())
         except queue.Empty:
-            if self._node.fences_pending:
-                self._read_timelines()
+            with self._core:
+                if self._node.fences_pending:
+                    self._read_timelines()
             return True
         if work is None:
             return False
+        if isinstance(work, _Look):
+            return True
+        with self._core:
+            self._handle(work)
+        with self._lock:
+            self._waiting -= 1
+        return True
+
+    def _handle(self, work: _Apply | _Inspect) -> None:
         if isinstance(work, _Inspect):
             self._look(work)
-            return True
+            return
         if isinstance(work.event, (Step, EndLease)) or self._node.fences_pending:
             self._read_timelines()
         self._apply(work)
-        return True
 
     def _patience(self) -> float:
         """Seconds until the loop must do something by itself."""
         until_tick = max(self._next_tick - time.monotonic(), 0.0)
-        return min(FENCE_POLL_S, until_tick) if self._node.fences_pending else until_tick
+        with self._core:
+            pending = self._node.fences_pending
+        return min(FENCE_POLL_S, until_tick) if pending else until_tick
 
     def _read_timelines(self) -> None:
         self._apply(_Apply(TimelinesRead(self._timelines.read()), None))

@@ -103,7 +103,7 @@ class Mover:
         orphans: frozenset[int] | None = None,
         rates: LinkRates = NO_LIMITS,
     ) -> None:
-        """`in_core(f)` runs f in the core's thread, after all that was posted, and returns then.
+        """`in_core(f)` runs f in the core, after all that was posted, and returns then.
 
         `orphans`: pulls of the daemon before, whose core was read back and is to be told what the mover carries;
         None for a core that is new.
@@ -178,11 +178,11 @@ class Mover:
                     link.pace(rates)
 
     def submit(self, plan: CopyPlan) -> None:
-        """Sends a plan, now or when there is a link; in the core's thread."""
+        """Sends a plan, now or when there is a link; in the core."""
         self._send(plan, plan.plan_id, lambda: True)
 
     def cancel(self, plan_id: int) -> None:
-        """Asks that no more of a plan is started; it ends all the same. In the core's thread.
+        """Asks that no more of a plan is started; it ends all the same. In the core.
 
         A plan that waits for a link has not begun: it ends here and now.
         """
@@ -441,7 +441,7 @@ class Mover:
         self._process = None
 
     def _forget_lost(self, node: Node) -> None:
-        """In the core's thread, after MoverGone was applied: only jobs that the core has now are still to be done."""
+        """In the core, after MoverGone was applied: only jobs that the core has now are still to be done."""
         alive = set(node.state.jobs)
         self._pulls.mover_gone(alive)
         with self._lock:

@@ -94,7 +94,7 @@ def _forgotten() -> KVError:
 
 
 class SessionHub:
-    """The newest stream of each engine epoch. `answer` and `notify` run in the core's thread."""
+    """The newest stream of each engine epoch. `answer` and `notify` run in the core."""
 
     def __init__(
         self, boot_id: int, stored_replies: int, unread_messages: int, stalled: Callable[[str, int], None]

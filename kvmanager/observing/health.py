@@ -54,7 +54,7 @@ class Sight:
 
 
 def vitals(node: Node, now: int) -> Vitals:
-    """In the core's thread."""
+    """In the core."""
     state = node.state
     pools = {}
     jobs = {}

@@ -117,7 +117,7 @@ class Blocks:
 
 
 class KvStream:
-    """One stream. `tell` and `begin` are called in the core's thread; a thread of its own publishes."""
+    """One stream. `tell` and `begin` are called in the core; a thread of its own publishes."""
 
     def __init__(self, section: EventsSection, block_tokens: int, first_sequence: int) -> None:
         """Raises ConfigError when it can't listen."""

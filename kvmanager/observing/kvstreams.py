@@ -26,7 +26,7 @@ class KvStreams:
     def __init__(
         self, config: NodeConfig, node: Node, boot_id: int, on_failure: Callable[[BaseException], None]
     ) -> None:
-        """Before the core's thread begins. Raises ConfigError when a stream can't listen."""
+        """Before the core begins. Raises ConfigError when a stream can't listen."""
         self._node = node
         self._on_failure = on_failure
         self._of: dict[str, list[tuple[frozenset[bytes], KvStream]]] = {}
@@ -42,7 +42,7 @@ class KvStreams:
             self._of.setdefault(section.group, []).append((frozenset(_digests(config, section)), stream))
 
     def start(self) -> None:
-        """Tells each stream what is there, and from now on what changes. Before the core's thread begins."""
+        """Tells each stream what is there, and from now on what changes. Before the core begins."""
         if self._of:
             for event in self._node.announce(frozenset(self._of)):
                 self.tell(event)
@@ -50,7 +50,7 @@ class KvStreams:
             stream.start(self._on_failure)
 
     def tell(self, event: KvEvent) -> None:
-        """In the core's thread."""
+        """In the core."""
         known = self._node.state.namespaces
         for digests, stream in self._of.get(event.group, ()):
             if any(known.get(digest) == event.namespace for digest in digests):

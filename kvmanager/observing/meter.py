@@ -1,6 +1,6 @@
 """What is counted and timed while the node works: one observer of the owner loop, one of gRPC calls.
 
-All else is read from the core's state when somebody asks (`metrics.py`). The loop's observer runs in the loop's thread,
+All else is read from the core's state when somebody asks (`metrics.py`). The loop's observer runs in the core,
 after the effects have left: nobody waits for it.
 """
 
@@ -50,13 +50,13 @@ class Meter:
     """Counts and times. `registry` holds what Prometheus is told of it."""
 
     def __init__(self, registry: CollectorRegistry, counters: Mapping[str, int]) -> None:
-        """`counters`: the core's own, read in the loop's thread."""
+        """`counters`: the core's own, read in the core."""
         self._counters = counters
         self._known = {job: self._done(job) for job in JOBS}
         self._all_done = sum(map(counters.__getitem__, _JOB_COUNTERS))
         self._began: dict[int, tuple[str, int, float]] = {}
         self.copied_bytes: dict[str, int] = {}
-        """A plan's purpose -> bytes of those that ended well; read it in the loop's thread."""
+        """A plan's purpose -> bytes of those that ended well; read it in the core."""
         self._hot: dict[tuple[str, int], tuple[int, int]] = {}
         self._events = Histogram(
             "kvmanager_core_event_duration_seconds",

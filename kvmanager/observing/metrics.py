@@ -67,7 +67,7 @@ class NodeView:
 
 
 def view(node: Node) -> NodeView:
-    """In the core's thread: plain numbers, nothing that the core goes on to change."""
+    """In the core: plain numbers, nothing that the core goes on to change."""
     began = time.perf_counter()
     state = node.state
     engines = {"registered": 0, "attached": 0, "suspect": 0}
@@ -149,7 +149,7 @@ class NodeCollector(Collector):
         state: Callable[[], str],
         peers: Callable[[], dict[str, int]] = dict,
     ) -> None:
-        """`look(f)` runs f in the core's thread; it raises NotReady when that takes too long.
+        """`look(f)` runs f in the core; it raises NotReady when that takes too long.
 
         `peers()`: those that the mover pulled from, by the way of their chunks.
         """

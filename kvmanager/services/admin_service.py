@@ -37,7 +37,7 @@ UNASSIGNED = 255
 class AdminService(pb_grpc.AdminServicer):
     """Views, and what operators may do. `state()` names the node's life: starting, serving, draining.
 
-    `copied_bytes`: by purpose, changed in the loop's thread.
+    `copied_bytes`: by purpose, changed in the core.
     """
 
     def __init__(
