@@ -64,7 +64,8 @@ def main() -> int:
     attackers = Attackers(runtime_dir, lambda: engine.client, lambda: engine.channel, lambda: engine.token, KNOWN)
     calls = (attackers.any_call, attackers.step)
     doors = (
-        attackers.bytes_at_the_door, attackers.bytes_at_grpc, attackers.bytes_at_the_calls, attackers.bytes_at_the_mover,
+        attackers.bytes_at_the_door, attackers.bytes_at_grpc,
+        attackers.bytes_at_the_calls, attackers.bytes_at_the_mover,
     )  # fmt: skip
     answers: Counter[str] = Counter()
     for number in range(first, first + count):

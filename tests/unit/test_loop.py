@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from kvmanager.core.events import Drain, EngineResumed, RenewTickets, Replied, Tick, TicketsRenewed, TimelinesRead
-from kvmanager.daemon.loop import OwnerLoop
+from kvmanager.daemon.loop import TICK_S, OwnerLoop
 from kvmanager.errors import InvalidArgument, NotReady, StaleEpoch
 
 
@@ -20,6 +21,8 @@ class StandIn:
 
     def __init__(self) -> None:
         self.seen: list[object] = []
+        self.threads: list[str] = []
+        self.inside = 0
         self.state = None
 
     def idle(self, _event: object, _now: int) -> bool:
@@ -27,7 +30,11 @@ class StandIn:
 
     def apply(self, event: object, now: int) -> list[object]:
         assert now > 0
+        self.inside += 1
         self.seen.append(event)
+        self.threads.append(threading.current_thread().name)
+        assert self.inside == 1, "two at one time"
+        self.inside -= 1
         if isinstance(event, EngineResumed):
             return [Replied(StaleEpoch("gone"))]
         if isinstance(event, Drain):
@@ -157,3 +164,129 @@ def test_stop_handles_what_was_posted_before() -> None:
     made.loop.stop()
     with pytest.raises(NotReady):
         made.loop.inspect(lambda _node: 1)
+
+
+def wait(done: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
+def test_who_asks_while_nothing_waits_has_it_done_in_his_own_thread(running: Running) -> None:
+    assert running.loop.call(RenewTickets(("a",))) == TicketsRenewed(("a",))
+    assert running.core.threads[-1] == threading.current_thread().name
+    assert running.loop.inspect(lambda _node: threading.current_thread().name) == threading.current_thread().name
+
+
+def test_who_asks_while_something_waits_comes_behind_it(running: Running) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(_node: object) -> None:
+        entered.set()
+        assert go_on.wait(20)
+
+    holder = threading.Thread(target=running.loop.inspect, args=(hold,))
+    holder.start()
+    assert entered.wait(20)
+    running.loop.post(RenewTickets(("posted",)))
+    asker = threading.Thread(target=running.loop.call, args=(RenewTickets(("asked",)),))
+    asker.start()
+    wait(lambda: running.loop._waiting == 2)
+    go_on.set()
+    for thread in (holder, asker):
+        thread.join(20)
+    assert [event.ticket_ids for event in running.core.seen if isinstance(event, RenewTickets)] == [
+        ("posted",), ("asked",),
+    ]  # fmt: skip
+    assert running.core.threads[-1] == "core"
+
+
+def test_before_the_start_everything_waits() -> None:
+    made = Running()
+    asker = threading.Thread(target=made.loop.call, args=(RenewTickets(("a",)),))
+    asker.start()
+    wait(lambda: made.loop._waiting == 1)
+    assert made.core.seen == []
+    made.loop.start()
+    asker.join(20)
+    made.loop.stop()
+    assert made.performed == [("effect", ("a",))]
+
+
+def test_a_fence_that_a_caller_brings_is_watched_by_the_loop_at_once(running: Running) -> None:
+    class Brings(StandIn):
+        def apply(self, event: object, now: int) -> list[object]:
+            self.fences_pending = True
+            return super().apply(event, now)
+
+    running.core.__class__ = Brings
+    time.sleep(0.05)  # the loop sleeps until its next tick
+    running.loop.call(RenewTickets(()))
+    began = time.monotonic()
+    wait(lambda: running.core.threads.count("core") >= 3)
+    assert time.monotonic() - began < TICK_S
+    assert isinstance(running.core.seen[-1], TimelinesRead)
+
+
+def test_what_breaks_in_a_caller_s_thread_ends_the_loop(running: Running) -> None:
+    with pytest.raises(NotReady):
+        running.loop.call(Drain("the story"))
+    assert running.core.threads[-1] == threading.current_thread().name
+    running.loop._thread.join(20)
+    assert not running.loop._thread.is_alive()
+    with pytest.raises(NotReady):
+        running.loop.inspect(lambda _node: 1)
+    assert [str(failure) for failure in running.failures] == ["the story"]
+
+
+def test_stop_waits_for_a_caller_who_is_in_the_core(running: Running) -> None:
+    entered, go_on, left = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(_node: object) -> None:
+        entered.set()
+        assert go_on.wait(20)
+        time.sleep(0.05)
+        left.set()
+
+    holder = threading.Thread(target=running.loop.inspect, args=(hold,))
+    holder.start()
+    assert entered.wait(20)
+    stopper = threading.Thread(target=running.loop.stop)
+    stopper.start()
+    go_on.set()
+    stopper.join(20)
+    assert left.is_set()
+    holder.join(20)
+
+
+def test_many_at_once_are_handled_one_at_a_time_and_in_each_one_s_order(running: Running) -> None:
+    answers: dict[int, list[object]] = {}
+
+    def ask(who: int) -> None:
+        dice = random.Random(who)
+        mine = answers.setdefault(who, [])
+        for number in range(300):
+            event = RenewTickets((f"{who}.{number}",))
+            match dice.randrange(4):
+                case 0:
+                    running.loop.post(event)
+                case 1:
+                    running.loop.send(event, mine.append)
+                case 2:
+                    mine.append(running.loop.call(event))
+                case _:
+                    running.loop.inspect(lambda node, event=event: node.seen.append(event))  # type: ignore[misc]
+
+    threads = [threading.Thread(target=ask, args=(who,)) for who in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    running.loop.settle()
+    seen = [event.ticket_ids[0] for event in running.core.seen if isinstance(event, RenewTickets)]
+    for who in range(6):
+        assert [name for name in seen if name.startswith(f"{who}.")] == [f"{who}.{number}" for number in range(300)]
+    assert all(isinstance(answer, TicketsRenewed) for mine in answers.values() for answer in mine)
+    assert {"core"} < set(running.core.threads), "some in their own threads, some behind others"
+    assert running.failures == []

@@ -51,11 +51,23 @@ class FakeConnection:
 
     def end_if_overdue(self) -> None: ...
 
-    def look(self) -> None:
+    def fileno(self) -> int:
+        return -1
+
+    def collect(self) -> None:
+        self.broken = self.ended
+
+    ended = False
+
+    def end(self) -> None:
+        self.ended = True
+
+    def look(self) -> bool:
         if self._daemon.gone:
             raise NotReady("no daemon")
         if self._daemon.cold:
             raise StaleBoot("unknown")
+        return False
 
     def say(self, what: str) -> str:
         if self._daemon.gone:
