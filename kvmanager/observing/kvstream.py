@@ -2,8 +2,8 @@
 
 A PUB socket sends `[topic, sequence, batch]`: the sequence is 8 bytes big-endian, the batch msgpack, an array
 `[time in s, events, None]`; events are maps whose "type" is BlockStored, BlockRemoved or AllBlocksCleared. A ROUTER
-socket answers a request of 8 bytes, the first sequence number that is wanted, with `[b"", sequence, batch]` each and
-one with sequence -1 and no batch at the end.
+socket answers a request `[b"", 8 bytes]`, the first sequence number that is wanted, with `[b"", topic, sequence, batch]`
+each (older vLLMs than 0.26 leave the topic out) and one with sequence -1, no topic and no batch at the end.
 
 A stream is about one group, tenant, model and weights revision; its medium is "GPU" or "CPU". It begins with
 AllBlocksCleared and everything there is, and so does every daemon after a crash, with higher sequence numbers than any
@@ -261,10 +261,11 @@ class KvStream:
         missed = wanted < self._kept[0][0] and not self._whole
         if missed and time.monotonic() - self._restated_s >= RESTATE_S:
             self._restate()
+        topic = self._section.topic.encode()
         for sequence, batch in list(self._kept):
             if sequence >= wanted:
-                self._replay.send_multipart([frames[0], b"", sequence.to_bytes(8, "big"), batch])
-        self._replay.send_multipart([frames[0], b"", END, b""])
+                self._replay.send_multipart([frames[0], b"", topic, sequence.to_bytes(8, "big"), batch])
+        self._replay.send_multipart([frames[0], b"", b"", END, b""])
 
     def _stored(self, chain: int, tier: str, parent: bytes) -> dict[str, Any]:
         return {

@@ -1,7 +1,7 @@
 """A router's side of vLLM's KV events, written from their description alone: an index by medium, and how it is kept.
 
 Frames: topic, 8 bytes of sequence number (big-endian), msgpack `[time, events, rank]`. A gap is filled from the replay
-socket: `["", 8 bytes]` in, `["", sequence, batch]` each out, until a sequence of -1.
+socket: `["", 8 bytes]` in, `["", topic, sequence, batch]` each out, until a sequence of -1.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import msgpack
 import zmq
+
+from kvmanager.protos import kvmanager_pb2 as pb
 
 PATIENCE_S = 60.0
 
@@ -27,13 +29,13 @@ class Router:
         self._live.setsockopt(zmq.RECONNECT_IVL, 20)
         self._live.setsockopt_string(zmq.SUBSCRIBE, topic)
         self._live.connect(endpoint)
-        self._replay_endpoint = replay_endpoint
+        self._replay_endpoint, self._topic = replay_endpoint, topic.encode()
         self.blocks: dict[str, set[Any]] = {}
         self.parents: dict[Any, Any] = {}
         self.token_ids: dict[Any, list[int]] = {}
         self.sizes: set[int] = set()
         self.last = -1
-        self.gaps = self.cleared = self.lost = 0
+        self.gaps = self.cleared = self.removed = self.lost = 0
         self.catch_up()
 
     def close(self) -> None:
@@ -63,9 +65,10 @@ class Router:
         asking.send_multipart([b"", (self.last + 1).to_bytes(8, "big")])
         give_up = time.monotonic() + PATIENCE_S
         while asking.poll(int(1000 * max(give_up - time.monotonic(), 0))):
-            _, sequence, batch = asking.recv_multipart()
+            _, told, sequence, batch = asking.recv_multipart()
             if int.from_bytes(sequence, "big", signed=True) == -1:
                 break
+            assert told == self._topic
             self._take(int.from_bytes(sequence, "big"), batch)
         else:
             raise AssertionError("the replay did not end")
@@ -84,6 +87,7 @@ class Router:
             elif event["type"] == "BlockRemoved":
                 for block in event["block_hashes"]:
                     self.blocks[event["medium"]].remove(block)
+                    self.removed += 1
             else:
                 assert event["type"] == "BlockStored"
                 self.sizes.add(event["block_size"])
@@ -98,6 +102,25 @@ class Router:
                     self.parents[block] = parent
                     parent = block
         self.last = number
+
+    def differs(self, cached: pb.PrefixesReply, rows: int, media: tuple[str, str] = ("GPU", "CPU")) -> str:
+        """What a node says it has cached against what is known here, tier by tier; empty when they agree.
+
+        media: of the group's device and host tier; "" for one that it does not have.
+        """
+        known = set().union(*self.blocks.values())
+        if cached.tokens != rows * len(known):
+            return f"{cached.tokens} tokens cached, {len(known)} blocks known"
+        leaves = {bytes.fromhex(leaf.key) for leaf in cached.prefixes}
+        if leaves != known - {self.parents[block] for block in known}:
+            return f"{len(leaves)} leaves cached, others than of the {len(known)} blocks known"
+        for leaf in cached.prefixes:
+            path = self.path(bytes.fromhex(leaf.key))
+            for tokens, medium in zip((leaf.device_tokens, leaf.host_tokens), media, strict=True):
+                there = [block in self.blocks.get(medium, ()) for block in path]
+                if tokens != rows * sum(there):
+                    return f"{leaf} but {medium} has {there}"
+        return ""
 
     def path(self, block: Any) -> list[Any]:
         """From a block to the root."""

@@ -80,14 +80,9 @@ class Streamed:
         """What the node holds against what the router knows, tier by tier; empty when they agree."""
         router.hear()
         gpu, cpu = router.blocks.get("GPU", set()), router.blocks.get("CPU", set())
-        leaves = self.node.admin.prefixes(limit=1000)
-        if leaves.tokens != ROWS * len(gpu | cpu):
-            return f"{leaves.tokens} tokens cached, {len(gpu | cpu)} blocks known"
-        for leaf in leaves.prefixes:
-            path = router.path(bytes.fromhex(leaf.key))
-            for tokens, known in ((leaf.device_tokens, gpu), (leaf.host_tokens, cpu)):
-                if tokens != ROWS * sum(block in known for block in path):
-                    return f"{leaf} but {[(block in gpu, block in cpu) for block in path]}"
+        differs = router.differs(self.node.admin.prefixes(limit=1000), ROWS)
+        if differs:
+            return differs
         if self.cached_tokens() != {"device": ROWS * len(gpu), "host": ROWS * len(cpu)}:
             return f"{self.cached_tokens()} but {len(gpu)} and {len(cpu)} blocks"
         return ""

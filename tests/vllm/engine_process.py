@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from vllm import LLM, SamplingParams
 
+from kvmanager.clients import engine as client
 from kvmanager.clients.vllm import connector as module
 from kvmanager.clients.vllm.blocks import EngineBlocks
 
@@ -124,11 +125,18 @@ def main() -> None:
         timed(name)
     if config.pop("break_loads", False):
         break_loads()
+    speak(config.pop("wire_version", client.WIRE_VERSION))
     llm = LLM(**config)
     say({"ready": True})
     for line in sys.stdin:
         order = json.loads(line)
         say(ORDERS[order["do"]](llm, order))
+
+
+def speak(version: int) -> dict[str, Any]:
+    """From now on the client says that it is of this version of the wire's contract."""
+    client.WIRE_VERSION = version  # type: ignore[misc]
+    return {"speaks": version}
 
 
 def metrics(llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
@@ -208,6 +216,7 @@ ORDERS = {
     "abort": lambda llm, order: abort_while_loading(llm, order),
     "break_loads": lambda _llm, _: break_loads(),
     "spoil_loads": lambda _llm, _: spoil_loads(),
+    "speak": lambda _llm, order: speak(order["version"]),
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from nodes_support import Node, node
 from vllm_support import (
-    MLA_FORMAT,
+    MLA_FORMATS,
     Engine,
     cache_toml,
     checkpoint,
@@ -37,13 +37,33 @@ def served_twice(engine: Engine, served: Node, tokens: list[int], expected: list
     assert loaded["cached"][0] >= least
 
 
-def test_latent_attention(tmp_path: Path) -> None:
-    """In bfloat16: on a CPU with AMX vLLM has no other kernel for it, and that one's blocks have 32 tokens."""
+def test_latent_attention_is_what_hugging_face_says(tmp_path: Path) -> None:
+    """In float32, by the kernel that is there for every CPU; its blocks have 16 tokens."""
+    skip_without_vllm()
+    model = checkpoint("mla", tmp_path / "mla")
+    tokens = prompt(5, 300)
+    expected = reference(model, [tokens], 16)[0]
+    with (
+        node(tmp_path, "cache", cache_toml, format_=MLA_FORMATS["float32"], rows=16) as served,
+        Engine(
+            model, served.runtime_dir, tmp_path / "log", block_size=16, attention_config={"backend": "CPU_MLA"}
+        ) as engine,
+    ):
+        served_twice(engine, served, tokens, expected, least=288)
+        # The control: what is loaded does decide the tokens.
+        engine.ask("spoil_loads")
+        spoiled = engine.generate(tokens)
+        assert spoiled["cached"][0] >= 288
+        assert spoiled["tokens"] != [expected]
+
+
+def test_latent_attention_in_bfloat16(tmp_path: Path) -> None:
+    """By the kernel that vLLM chooses: on a CPU with AMX one of its own, whose blocks have 32 tokens."""
     skip_without_vllm()
     block = 32 if "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8") else 16
     model = checkpoint("mla", tmp_path / "mla")
     with (
-        node(tmp_path, "cache", cache_toml, format_=MLA_FORMAT, rows=block) as served,
+        node(tmp_path, "cache", cache_toml, format_=MLA_FORMATS["bfloat16"], rows=block) as served,
         Engine(model, served.runtime_dir, tmp_path / "log", block_size=block, dtype="bfloat16") as engine,
     ):
         served_twice(engine, served, prompt(5, 300), None, least=256)

@@ -23,7 +23,8 @@ UNUSABLE = ("torchvision", "torchaudio", "torchcodec", "triton")
 HERE = Path(__file__).parent
 GROUP = "vllm"
 BLOCK = 32
-LLAMA_FORMAT, MLA_FORMAT = "kv/float32/4x2x256", "kv/bfloat16/3x1x1152"
+LLAMA_FORMAT = "kv/float32/4x2x256"
+MLA_FORMATS = {"float32": "kv/float32/3x1x2304", "bfloat16": "kv/bfloat16/3x1x1152"}
 
 
 def make_environment() -> str:
