@@ -2,8 +2,8 @@
 
 A PUB socket sends `[topic, sequence, batch]`: the sequence is 8 bytes big-endian, the batch msgpack, an array
 `[time in s, events, None]`; events are maps whose "type" is BlockStored, BlockRemoved or AllBlocksCleared. A ROUTER
-socket answers a request `[b"", 8 bytes]`, the first sequence number that is wanted, with `[b"", topic, sequence, batch]`
-each (older vLLMs than 0.26 leave the topic out) and one with sequence -1, no topic and no batch at the end.
+socket answers a request `[b"", 8 bytes]`, the first sequence number that is wanted, with `[b"", topic, sequence,
+batch]` each (older vLLMs than 0.26 leave the topic out) and one with sequence -1, no topic and no batch at the end.
 
 A stream is about one group, tenant, model and weights revision; its medium is "GPU" or "CPU". It begins with
 AllBlocksCleared and everything there is, and so does every daemon after a crash, with higher sequence numbers than any
