@@ -10,18 +10,8 @@ from pathlib import Path
 
 import pytest
 from kv_router import Router
-from nodes_support import Node, kill_and_wait, node
-from vllm_support import (
-    BLOCK,
-    GROUP,
-    Engine,
-    cache_toml,
-    checkpoint,
-    prompt,
-    skip_without_vllm,
-    transfer,
-    wait_for,
-)
+from nodes_support import Node, kill_and_wait, node, wait_for
+from vllm_support import BLOCK, GROUP, Engine, cache_toml, checkpoint, prompt, skip_without_vllm, transfer
 
 pytestmark = pytest.mark.vllm
 PAGES = 96
@@ -99,13 +89,13 @@ def test_a_router_knows_what_the_engine_stored_by_vllms_own_hashes(tmp_path: Pat
         undo.callback(engine.close)
         with node(tmp_path, "cache", cache_toml, pages=PAGES):
             engine.wait_ready()
-            wait_for(lambda: registered(engine), "the engine did not register")
+            wait_for(lambda: bool(registered(engine)), lambda: "the engine did not register")
         # The node's configuration takes over what the log says, and the engine comes back by itself.
         of = registered(engine)[0]
         served = undo.enter_context(
             node(tmp_path, "cache", cache_toml, pages=PAGES, more=stream_toml(tmp_path, *of))
         )
-        wait_for(lambda: registered(engine) == [of] * 2, "the engine did not come back")
+        wait_for(lambda: registered(engine) == [of] * 2, lambda: f"{registered(engine)}")
         own = undo.enter_context(router_of(tmp_path, "own-live", "own-replay"))
         router = undo.enter_context(router_of(tmp_path, "live", "replay"))
         engine.generate(prompt(99, 8), tokens=4)  # the rank is attached from here on
@@ -115,7 +105,7 @@ def test_a_router_knows_what_the_engine_stored_by_vllms_own_hashes(tmp_path: Pat
         prompts = [base, base[:416] + prompt(2, 300), prompt(3, 100)]
         stored(engine, served, *prompts, tokens=70)
         must_agree(router, served)
-        wait_for(lambda: own.hear() >= 0 and own.blocks.get("GPU") == router.blocks.get("CPU"), "other hashes")
+        wait_for(lambda: own.hear() >= 0 and own.blocks.get("GPU") == router.blocks.get("CPU"), lambda: "other hashes")
         told = router.blocks["CPU"]
         assert len(told) == sum((len(each) + 69) // BLOCK for each in prompts) - 416 // BLOCK
         assert set(router.blocks) == {"CPU"}
@@ -129,7 +119,7 @@ def test_a_router_knows_what_the_engine_stored_by_vllms_own_hashes(tmp_path: Pat
         # A daemon's death: the next one tells it all anew, and goes on with what the engine stores.
         kill_and_wait(served.pid_of("daemon"))
         served.reopen()
-        wait_for(lambda: [router.hear(), router.catch_up(), router.cleared][-1] == 2, "nothing was told anew")
+        wait_for(lambda: [router.hear(), router.catch_up(), router.cleared][-1] == 2, lambda: "nothing was told anew")
         must_agree(router, served)
         assert router.blocks["CPU"] == told, "nothing is lost"
 
