@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from kv_router import Router
 from nodes_support import Node, kill_and_wait, node, wait_for
-from vllm_support import BLOCK, GROUP, Engine, cache_toml, checkpoint, prompt, skip_without_vllm, transfer
+from vllm_support import BLOCK, GROUP, Engine, attach, cache_toml, checkpoint, prompt, skip_without_vllm, transfer
 
 pytestmark = pytest.mark.vllm
 PAGES = 96
@@ -62,12 +62,17 @@ def must_agree(router: Router, served: Node) -> None:
     wait_for(lambda: not differs(), differs)
 
 
-def stored(engine: Engine, served: Node, *prompts: list[int], tokens: int = 8) -> None:
-    """Runs prompts one after the other, until the node is done with all of them."""
+def stored(engine: Engine, served: Node, *prompts: list[int], tokens: int, blocks: int) -> None:
+    """Runs prompts one after the other, and steps until that many blocks, or more, are stored of them."""
+    before = served.counters()["stored_tokens"]
     for each in prompts:
         engine.generate(each, tokens=tokens)
-    engine.generate(prompt(98, 8), tokens=4)  # steps in which the last saves are ordered
-    served.wait_at_rest()
+
+    def enough() -> bool:
+        engine.generate(prompt(98, 8), tokens=4)
+        return served.counters()["stored_tokens"] - before >= blocks * BLOCK
+
+    wait_for(enough, lambda: f"{served.counters()['stored_tokens'] - before} tokens stored")
 
 
 def test_a_router_knows_what_the_engine_stored_by_vllms_own_hashes(tmp_path: Path) -> None:
@@ -98,16 +103,17 @@ def test_a_router_knows_what_the_engine_stored_by_vllms_own_hashes(tmp_path: Pat
         wait_for(lambda: registered(engine) == [of] * 2, lambda: f"{registered(engine)}")
         own = undo.enter_context(router_of(tmp_path, "own-live", "own-replay"))
         router = undo.enter_context(router_of(tmp_path, "live", "replay"))
-        engine.generate(prompt(99, 8), tokens=4)  # the rank is attached from here on
+        attach(engine, served)
 
         # A prompt, one that leaves it half-way, and one whose answer fills blocks.
         base = prompt(1, 800)
         prompts = [base, base[:416] + prompt(2, 300), prompt(3, 100)]
-        stored(engine, served, *prompts, tokens=70)
+        blocks = sum((len(each) + 69) // BLOCK for each in prompts) - 416 // BLOCK
+        stored(engine, served, *prompts, tokens=70, blocks=blocks)
         must_agree(router, served)
         wait_for(lambda: own.hear() >= 0 and own.blocks.get("GPU") == router.blocks.get("CPU"), lambda: "other hashes")
         told = router.blocks["CPU"]
-        assert len(told) == sum((len(each) + 69) // BLOCK for each in prompts) - 416 // BLOCK
+        assert len(told) == blocks
         assert set(router.blocks) == {"CPU"}
         assert router.sizes == own.sizes == {BLOCK}
         assert {block: router.parents[block] for block in told} == {block: own.parents[block] for block in told}
@@ -125,9 +131,9 @@ def test_a_router_knows_what_the_engine_stored_by_vllms_own_hashes(tmp_path: Pat
 
         # Blocks of an engine that tells no token ids are told without them.
         with Engine(model, runtime_dir, tmp_path / "log-2", kv_transfer_config=transfer(runtime_dir)) as silent:
-            silent.generate(prompt(99, 8), tokens=4)
+            attach(silent, served, 2)
             before = set(router.blocks["CPU"])
-            stored(silent, served, prompt(4, 96))
+            stored(silent, served, prompt(4, 96), tokens=8, blocks=3)
             must_agree(router, served)
         new = router.blocks["CPU"] - before
         assert len(new) == 3
@@ -135,7 +141,7 @@ def test_a_router_knows_what_the_engine_stored_by_vllms_own_hashes(tmp_path: Pat
 
         # More than the pool holds: what goes is taken back, one block after the other.
         assert router.removed == 0
-        stored(engine, served, *[prompt(seed, 600) for seed in range(10, 16)])
+        stored(engine, served, *[prompt(seed, 600) for seed in range(10, 16)], tokens=8, blocks=PAGES)
         must_agree(router, served)
         assert router.removed > 0
         assert router.cleared == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from nodes_support import Node, node
-from vllm_support import Engine, cache_toml, checkpoint, prompt, reference, skip_without_vllm, wait_for
+from vllm_support import Engine, attach, cache_toml, checkpoint, prompt, reference, skip_without_vllm, wait_for
 
 from kvmanager import __version__
 from kvmanager.wire import WIRE_VERSION
@@ -62,11 +62,14 @@ def test_an_engine_with_an_older_client_goes_on_without_the_cache(tmp_path: Path
 
         # Once both are the same, it is let in, with no more ado.
         engine.ask("speak", version=WIRE_VERSION)
-        wait_for(lambda: served.admin.status().engines, "it did not come back")
-        engine.generate(prompt(99, 40), tokens=4)  # the rank attaches
+        attach(engine, served)
         assert engine.generate(TOKENS)["tokens"] == [expected]
-        engine.generate(prompt(98, 40), tokens=8)
-        wait_for(lambda: served.counters()["stored_tokens"] >= 288, "nothing was stored")
+
+        def stored() -> bool:
+            engine.generate(prompt(98, 8), tokens=4)
+            return served.counters()["stored_tokens"] >= 288
+
+        wait_for(stored, "nothing was stored")
         engine.ask("reset")
         answer = engine.generate(TOKENS)
         assert answer["tokens"] == [expected]

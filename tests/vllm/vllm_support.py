@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from nodes_support import Node
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = Path(os.environ.get("KVMANAGER_VLLM_VENV", ROOT / "build" / "vllm-engine"))
@@ -218,6 +221,17 @@ def wait_for(done: Any, what: str, seconds: float = 30.0) -> None:
     while not done():
         assert time.monotonic() < give_up, what
         time.sleep(0.05)
+
+
+def attach(engine: Engine, served: Node, engines: int = 1) -> None:
+    """Steps until the ranks of that many engines are attached, and a step more, in which the scheduler hears of it."""
+
+    def attached() -> bool:
+        engine.generate(prompt(99, 8), tokens=4)
+        return [each.state for each in served.admin.status().engines] == ["attached"] * engines
+
+    wait_for(attached, "the ranks did not attach")
+    engine.generate(prompt(99, 8), tokens=4)
 
 
 def skip_without_vllm() -> None:
