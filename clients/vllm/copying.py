@@ -27,7 +27,7 @@ from kvmanager.transport.checksums import page_sums
 LOOK_S: Final = 0.1
 SUM_BYTES: Final = 16
 """Of a page on one rank: it is one section."""
-_log = logging.getLogger("kvmanager.vllm")
+_log = logging.getLogger("vllm.kvmanager")
 
 
 class Copying:

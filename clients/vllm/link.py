@@ -36,7 +36,7 @@ REFUSED_RETRY_S: Final = 2.0
 MOST_WAITING: Final = 4096
 T = TypeVar("T")
 Call = Callable[[EngineCalls], Any]
-_log = logging.getLogger("kvmanager.vllm")
+_log = logging.getLogger("vllm.kvmanager")
 
 
 @dataclass

@@ -36,7 +36,7 @@ PAUSE_S: Final = 0.5
 """After a reservation that was refused."""
 ANSWER_S: Final = 5.0
 """How long a request waits for its ticket, for the ranks to be attached, or for a daemon that is away as it pulls."""
-_log = logging.getLogger("kvmanager.vllm")
+_log = logging.getLogger("vllm.kvmanager")
 
 
 class Scheduling:
