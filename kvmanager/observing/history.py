@@ -42,15 +42,16 @@ def lines(directory: Path, *words: str) -> Iterator[Record]:
     """Records that contain one of the words as written, or all; oldest first. A line that was cut off is left out."""
     for path in files_in(directory):
         try:
-            text = path.read_text(encoding="utf-8", errors="replace")
+            file = path.open(encoding="utf-8", errors="replace")
         except FileNotFoundError:  # it was just rotated
             continue
-        for line in text.splitlines():
-            if not words or any(word in line for word in words):
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError:
-                    continue
+        with file:  # line by line: whole files stay behind in the memory of a daemon that reads them at its start
+            for line in file:
+                if not words or any(word in line for word in words):
+                    try:
+                        yield json.loads(line)
+                    except json.JSONDecodeError:
+                        continue
 
 
 class History:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from kvmanager.core.events import (
     Close,
@@ -50,6 +50,8 @@ from kvmanager.core.state import State
 from kvmanager.errors import CapacityError, KVError
 
 Record = dict[str, Any]
+K = TypeVar("K")
+V = TypeVar("V")
 FORGOTTEN_MAX: Final = 131_072
 """Segments of which it is remembered why they were forgotten."""
 PROMPTS_MAX: Final = 16_384
@@ -100,6 +102,28 @@ def refusal_of(error: KVError) -> Record:
     return said
 
 
+class Lately(Generic[K, V]):
+    """What was put last under each key: the newest `most` keys, or up to half of them fewer."""
+
+    def __init__(self, most: int) -> None:
+        self._half = max(most // 2, 1)
+        self._newer: dict[K, V] = {}
+        self._older: dict[K, V] = {}
+
+    def put(self, key: K, value: V) -> None:
+        """Remembers it; the older half goes when the newer is full."""
+        if len(self._newer) >= self._half and key not in self._newer:
+            self._older, self._newer = self._newer, {}
+        self._newer[key] = value
+
+    def get(self, key: K) -> V | None:
+        """What was put last, None where that is unknown."""
+        return self._newer.get(key, self._older.get(key))
+
+    def __len__(self) -> int:
+        return len(self._newer) + len(self._older)
+
+
 class Recorder:
     """Derives records, event by event. Its memory is bounded; what a restart loses it reads from the state again."""
 
@@ -107,7 +131,7 @@ class Recorder:
         self._policy = policy
         self._namespaces = dict(state.namespaces)
         self._engines: dict[tuple[str, int], _Engine] = {}
-        self._forgotten: OrderedDict[tuple[int, int], Record] = OrderedDict()
+        self._forgotten = Lately[int, Record](FORGOTTEN_MAX)
         self._prompts: OrderedDict[int, set[int]] = OrderedDict()
         self._plans: dict[int, int] = {}
         for engine in state.all_engines():
@@ -298,12 +322,11 @@ class Recorder:
         miss: Record = {"at_tokens": cached_tokens, "missed_tokens": most * known.key_tokens - cached_tokens,
                         "key": key[: KEY_HEX // 2].hex()}  # fmt: skip
         writer = self._writer(known.namespace, key, at, width)
-        lost = self._forgotten.get((known.namespace, _number(key)))
+        lost = self._forgotten.get(_of_namespace(known.namespace, _number(key)))
         if writer is not None:
             return miss | {"why": "not yet fenced", "written_by": writer}
         if lost is not None:
-            why = {name: lost[name] for name in ("why", "pool", "policy")}
-            return miss | why | {"forgotten_t": lost.get("t")}
+            return miss | lost
         if at == 0 and elsewhere:
             return miss | {"why": "other namespace", "namespaces": sorted(elsewhere)}
         return miss | {"why": "never seen"}
@@ -339,13 +362,11 @@ class Recorder:
                 "spans": len(keys), "policy": self._policy,
                 "keys": [_hex(first) for first in keys[:, 0].tolist()] if keys.shape[1] else [],
             }  # fmt: skip
+            yield record
+            loss = _loss(record)
             for number in keys.ravel().tolist():
                 if number:
-                    self._forgotten[namespace, number] = record
-                    self._forgotten.move_to_end((namespace, number))
-            yield record
-        while len(self._forgotten) > FORGOTTEN_MAX:
-            self._forgotten.popitem(last=False)
+                    self._forgotten.put(_of_namespace(namespace, number), loss)
 
     def remember(self, record: Record) -> None:
         """A record of losses, or of a lease that may still be open, that an earlier daemon wrote."""
@@ -357,8 +378,10 @@ class Recorder:
                 if record["what"] == "open":
                     known.loads.add(int(number))
             return
+        loss = _loss(record)
         for text in record.get("keys", ()):
-            self._forgotten[record["namespace"], int.from_bytes(bytes.fromhex(text), "little")] = record
+            number = int.from_bytes(bytes.fromhex(text), "little")
+            self._forgotten.put(_of_namespace(record["namespace"], number), loss)
 
     # ------------------------------------------------------------------------------ effects
 
@@ -415,3 +438,12 @@ def _plain(value: object) -> object:
 def _hex(number: int) -> str:
     return number.to_bytes(8, "little").hex()
 
+
+def _of_namespace(namespace: int, number: int) -> int:
+    """One number for both: a tuple would take thrice the memory."""
+    return namespace << 64 | number
+
+
+def _loss(record: Record) -> Record:
+    """What is said of a miss of a segment that was forgotten; the record itself is long."""
+    return {"why": record["why"], "pool": record["pool"], "policy": record["policy"], "forgotten_t": record.get("t")}

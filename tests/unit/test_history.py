@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from kvmanager.core.operatorevents import EvictPrefix, Reset
 from kvmanager.errors import InvalidArgument, UnknownRequest
 from kvmanager.observing.explain import Story, offline
 from kvmanager.observing.history import FILES, WAITING_MAX, History, files_in, lines
-from kvmanager.observing.historyrecords import Recorder
+from kvmanager.observing.historyrecords import Lately, Recorder
 from tests.sim.driver import Client, Driver, chain_keys, sharded_group
 
 SPAN = 512
@@ -180,3 +181,31 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 def test_what_can_not_be_asked_of_files(tmp_path: Path, kind: str, named: str) -> None:
     with pytest.raises(InvalidArgument):
         offline(tmp_path, kind, named)
+
+
+def test_lately_keeps_the_newest_and_never_more_than_that() -> None:
+    lately, put = Lately[int, int](100), dict[int, int]()
+    dice = random.Random(3)
+    for turn in range(5_000):
+        key = dice.randrange(400) if dice.random() < 0.5 else dice.randrange(20)
+        lately.put(key, turn)
+        put.pop(key, None)
+        put[key] = turn
+        assert len(lately) <= 100
+    newest = list(put)[-50:]
+    assert [lately.get(key) for key in newest] == [put[key] for key in newest]
+    assert sum(lately.get(key) is not None for key in range(400)) <= 100
+    assert all(lately.get(key) in (None, put[key]) for key in put)
+
+
+def test_what_a_daemon_remembers_at_its_start_is_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmanager.observing.historyrecords.FORGOTTEN_MAX", 4)
+    driver, client, history = start(tmp_path)
+    for number in range(1, 6):
+        client.serve(number, 4 * SPAN, str(number))
+        driver.apply(Reset("p"))
+    history.close()
+    assert sum(len(record["keys"]) for record in lines(tmp_path, '"what":"forgot"')) > 4
+    again = Recorder(driver.node.state, "lru")
+    History(tmp_path, MAX_BYTES, again)
+    assert len(again._forgotten) in (3, 4)
