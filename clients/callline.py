@@ -29,22 +29,6 @@ class Question(Generic[T]):
     take: Callable[[pb.CacheAnswer], T]
 
 
-def enter(attachment: Attachment, timeout_s: float) -> socket.socket:
-    """A connection of an attached engine for lease calls, with that time-out.
-
-    Raises NotReady where no daemon answers within it, else the daemon's typed error.
-    """
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        channel.settimeout(timeout_s)
-        connect(channel, attachment.runtime_dir / CALLS_SOCKET)
-        ask(channel, {"token": attachment.token})
-    except BaseException:
-        channel.close()
-        raise
-    return channel
-
-
 class CallLine:
     """A connection for calls of an attached engine. One thread at a time; `close` may come from another.
 
@@ -52,13 +36,20 @@ class CallLine:
     """
 
     def __init__(self, attachment: Attachment, timeout_s: float) -> None:
-        """Connects, as `enter` does."""
+        """Connects. Raises NotReady where no daemon answers within `timeout_s`, else its typed error."""
         self.broken = False
         """It ended: calls fail at once."""
         self.silent = False
         """It ended because no answer came in time."""
         self._timeout_s = timeout_s
-        self._channel = enter(attachment, timeout_s)
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._channel.settimeout(timeout_s)
+            connect(self._channel, attachment.runtime_dir / CALLS_SOCKET)
+            ask(self._channel, {"token": attachment.token})
+        except BaseException:
+            self.close()
+            raise
 
     def exchange(self, question: Question[T]) -> T:
         """Asks, and waits for the answer.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from kvmanager.clients.callline import Question
-from kvmanager.clients.callpipe import Answer
+from kvmanager.clients.callqueue import Answer
 from kvmanager.clients.leases import Lease, Questions
 from kvmanager.clients.vllm.bell import Bell
 from kvmanager.clients.vllm.calls import About, EngineCalls, Passed, Tell
@@ -28,11 +28,7 @@ class Line(Protocol):
     bell: Bell
 
     def read(self, make: Callable[[Questions], Question[Any]]) -> Answer[Any]:
-        """At once, beside everything else, or fails; in the thread that collects."""
-        ...
-
-    def collect(self) -> None:
-        """Takes the answers of reads that have come."""
+        """At once, beside everything else, or fails."""
         ...
 
     def ask(self, call: Callable[[EngineCalls], object]) -> Answer[object]:
@@ -177,7 +173,7 @@ class Pull:
             self.lease = answer
             if answer is None:
                 self.landing = line.landed(self.request_id)
-                self.landing.wake(line.bell)
+                self.landing.wake(line.bell.rung)
         return self.lease is None
 
 

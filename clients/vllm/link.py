@@ -18,8 +18,8 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from kvmanager.clients.attach import Attachment, attach, grpc_channel
-from kvmanager.clients.callline import Question
-from kvmanager.clients.callpipe import Answer, CallPipe
+from kvmanager.clients.callline import Question, SteadyLine
+from kvmanager.clients.callqueue import Answer, CallQueue
 from kvmanager.clients.engine import EngineClient
 from kvmanager.clients.leases import Lease, Questions
 from kvmanager.clients.vllm.bell import Bell
@@ -72,21 +72,16 @@ class _Connection:
             self._timeout_s = settings.call_timeout_s
             self._undo = undo.pop_all()
 
-    def look(self) -> bool:
-        """Goes on with the daemon that is there now; whether it is another one than before.
-
-        Raises NotReady while there is none, StaleBoot for a cold one.
-        """
+    def look(self) -> None:
+        """Goes on with the daemon that is there now. Raises NotReady while there is none, StaleBoot for a cold one."""
         boot_id = self.attachment.renew()
-        if boot_id == self.client.boot_id:
-            return False
-        self.client.boot_id = boot_id
-        self.client.step()
-        return True
+        if boot_id != self.client.boot_id:
+            self.client.boot_id = boot_id
+            self.client.step()
 
-    def reads(self, heard: Callable[[KVError | None], None]) -> CallPipe:
+    def reads(self, heard: Callable[[KVError | None], None]) -> CallQueue:
         """For questions that wait for nothing else."""
-        return CallPipe(self.attachment, self._timeout_s, heard)
+        return CallQueue(SteadyLine(self.attachment, self._timeout_s), heard)
 
     def close(self) -> None:
         """Leaves on purpose."""
@@ -109,8 +104,7 @@ class Link:
         self._again: deque[_Wanted] = deque()
         self._pulls: dict[int, Answer[Lease | None]] = {}
         self._pulls_lock = threading.Lock()
-        self._reads: tuple[CallPipe, Questions] | None = None
-        self._ended_reads: deque[CallPipe] = deque()  # whose questions are to be failed by who asked them
+        self._reads: tuple[CallQueue, Questions] | None = None
         self._in_doubt = False
         self._stopping = False
         self.epoch = 0
@@ -126,48 +120,25 @@ class Link:
         self._thread.start()
 
     def read(self, make: Callable[[Questions], Question[T]]) -> Answer[T]:
-        """Makes a call at once, beside the others, whose order does not matter to it; fails as `ask` does.
-
-        By the thread that collects what comes of it.
-        """
+        """Makes a call at once, beside the others, whose order does not matter to it; fails as `ask` does."""
         reads = self._reads
         if not self.up or reads is None:
             answer: Answer[T] = Answer()
             answer.set_exception(NotReady("the daemon is away"))
             return answer
-        pipe, questions = reads
-        return pipe.ask(make(questions))
-
-    def collect(self) -> None:
-        """Takes the answers of reads that have come."""
-        reads = self._reads
-        if reads is not None:
-            reads[0].collect()
-        while self._ended_reads:
-            pipe = self._ended_reads.popleft()
-            while not pipe.broken:
-                pipe.collect()
+        asked, questions = reads
+        return asked.ask(lambda: make(questions))
 
     def _heard(self, error: KVError | None) -> None:
-        """A read was answered, or their pipe broke."""
+        """A read was answered, or their line broke."""
         if error is not None:
             self._in_doubt = True
             self._poke()
 
-    def _end_reads(self) -> None:
-        reads, self._reads = self._reads, None
-        self.bell.watched = -1
-        if reads is not None:
-            reads[0].end()
-            self._ended_reads.append(reads[0])
-            self.bell.set()
-
     def _open_reads(self) -> None:
         assert self._connection is not None
         if self._reads is None or self._reads[0].broken:
-            pipe = self._connection.reads(self._heard)
-            self._reads = pipe, self._connection.questions
-            self.bell.watched = pipe.fileno()
+            self._reads = self._connection.reads(self._heard), self._connection.questions
 
     def ask(self, call: Callable[[EngineCalls], T]) -> Answer[T]:
         """Makes a call soon; fails with NotReady while the daemon is away."""
@@ -211,7 +182,6 @@ class Link:
         self._stopping = True
         self._wanted.put(None)
         self._thread.join(timeout=5.0)
-        self.collect()
 
     # ------------------------------------------------------------------------------ the thread
 
@@ -235,7 +205,7 @@ class Link:
             of = client.namespace
             _log.info("registered as epoch %d: model %r, revision %r", self.epoch, of.model, of.weights_revision)
         else:
-            self._look()
+            self._connection.look()
         self._open_reads()
         self.up = True
         while self._again:
@@ -245,11 +215,9 @@ class Link:
             try:
                 wanted = self._wanted.get(timeout=LOOK_S)
             except queue.Empty:
-                self._look()
+                self._connection.look()
                 self._look_at_pulls()
                 continue
-            finally:
-                self._look_at_reads()
             if wanted is not None:
                 self._make(wanted)
             else:
@@ -261,20 +229,9 @@ class Link:
         assert self._connection is not None
         if self._in_doubt:
             self._in_doubt = False
-            self._look()
+            self._connection.look()
             self._connection.client.step()
             self._open_reads()
-
-    def _look(self) -> None:
-        """Goes on with the daemon that is there now."""
-        assert self._connection is not None
-        if self._connection.look():
-            self._end_reads()
-            self._open_reads()
-
-    def _look_at_reads(self) -> None:
-        if self._reads is not None:
-            self._reads[0].end_if_overdue()
 
     def _look_at_pulls(self) -> None:
         assert self._connection is not None
@@ -333,7 +290,6 @@ class Link:
         if self.up:
             _log.warning("the daemon is away: %s", error)
         self.up = False
-        self._end_reads()
         self._fail_waiting(error)
         if isinstance(error, KVError) and not isinstance(error, NotReady) and self._connection is None:
             self._say_refused(error)
@@ -359,8 +315,9 @@ class Link:
         """The epoch is over: nothing of it needs an end any more."""
         if self._connection is not None:
             self._connection.close()
-        self._end_reads()
-        self._connection = None
+        if self._reads is not None:
+            self._reads[0].close()
+        self._connection = self._reads = None
         with self._pulls_lock:
             pulls, self._pulls = self._pulls, {}
         for pull in pulls.values():

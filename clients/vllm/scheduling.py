@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from kvmanager.clients.callpipe import Answer
+from kvmanager.clients.callqueue import Answer
 from kvmanager.clients.leases import Lease
 from kvmanager.clients.vllm.calls import About, Exported, Passed, Tell, Wanted
 from kvmanager.clients.vllm.handover import Offer
@@ -82,7 +82,6 @@ class Scheduling:
         held = self._held.get(request_id)
         if held is None or held.load is not None or held.barred:
             return 0
-        self._line.collect()
         if self._exporting(held) or self._pulling(held):
             return None
         if held.pull is not None:
@@ -117,7 +116,7 @@ class Scheduling:
             held.known = 0
             return
         wanted = Wanted(held.about, len(held.keys), self._tokens)
-        held.lookup = self._line.read(lambda questions: questions.lookup(wanted.keys, wanted.tokens))
+        held.lookup = self._waited(self._line.read(lambda questions: questions.lookup(wanted.keys, wanted.tokens)))
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
         """The request has blocks; where the cache shall fill some, their pages are leased now."""
@@ -135,12 +134,14 @@ class Scheduling:
             return
         lease_id = self._new_lease("load", request_id)
         wanted = Wanted(held.about, first + count, self._tokens)
-        asked = self._line.read(lambda questions: questions.acquire(lease_id, wanted.keys, name=wanted.about.name))
+        asked = self._waited(
+            self._line.read(lambda questions: questions.acquire(lease_id, wanted.keys, name=wanted.about.name))
+        )
         held.load = Load(lease_id, first, list(block_ids[first : first + count]), asked, self._line.epoch)
 
     def _waited(self, answer: Answer[T]) -> Answer[T]:
-        """An answer by another thread that an idle engine waits for."""
-        bell = self._line.bell
+        """An answer that an idle engine waits for."""
+        bell = self._line.bell.rung
         bell.clear()  # what it was rung for is seen before the engine waits again
         answer.wake(bell)
         return answer
@@ -269,7 +270,6 @@ class Scheduling:
         request; asked only where they matter.
         """
         self._notice_epoch()
-        self._line.collect()
         for request_id in preempted:
             if request_id in self._held:
                 self._held[request_id].preempt()

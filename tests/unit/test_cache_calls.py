@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +14,11 @@ from typing import Any
 
 import pytest
 
-from kvmanager.clients.callpipe import Answer, CallPipe
+from kvmanager.clients.callline import SteadyLine
+from kvmanager.clients.callqueue import CallQueue
 from kvmanager.clients.leases import LeaseCalls, Questions
 from kvmanager.daemon.attach import ClientIdentity
-from kvmanager.errors import (
-    InvalidArgument,
-    KVError,
-    LimitExceeded,
-    NotReady,
-    StaleBoot,
-    Suspect,
-    Unauthorized,
-    UnknownLease,
-)
+from kvmanager.errors import InvalidArgument, LimitExceeded, NotReady, StaleBoot, Suspect, Unauthorized, UnknownLease
 from kvmanager.framing import receive_frame, receive_json, send_frame, send_json
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import CALLS_SOCKET
@@ -183,23 +174,7 @@ def test_a_silent_daemon_is_not_asked_again(daemon: Daemon) -> None:
     until(lambda: daemon.threads == 1)
 
 
-def collected(pipe: CallPipe, answers: Sequence[Answer[Any]]) -> list[object]:
-    def there() -> bool:
-        pipe.collect()
-        return all(answer.done() for answer in answers)
-
-    until(there)
-    return [_or_error(answer) for answer in answers]
-
-
-def _or_error(answer: Answer[Any]) -> object:
-    try:
-        return answer.result(0)
-    except KVError as error:
-        return error
-
-
-def test_questions_are_sent_at_once_and_answered_in_order(daemon: Daemon) -> None:
+def test_questions_do_not_wait_for_each_other_s_answers(daemon: Daemon) -> None:
     go_on = threading.Event()
 
     def slow(call: pb.CacheCall) -> pb.CacheAnswer:
@@ -207,65 +182,29 @@ def test_questions_are_sent_at_once_and_answered_in_order(daemon: Daemon) -> Non
         return _tokens(call)
 
     daemon.answered = slow
-    heard: list[KVError | None] = []
-    pipe, questions = CallPipe(attachment(daemon), WAIT_S, heard.append), Questions(CLIENT)
-    answers = [pipe.ask(questions.lookup(b"", n)) for n in range(20)]
-    until(lambda: daemon.asked == 1)
-    pipe.collect()
+    heard: list[object] = []
+    asked, questions = CallQueue(SteadyLine(attachment(daemon), WAIT_S), heard.append), Questions(CLIENT)
+    answers = [asked.ask(lambda n=n: questions.lookup(b"", n)) for n in range(20)]  # type: ignore[misc]
     assert not any(answer.done() for answer in answers)
+    assert daemon.here is not None
     go_on.set()
-    assert select.select([pipe], [], [], WAIT_S)[0] == [pipe], "an answer wakes who waits for it"
-    assert collected(pipe, answers) == list(range(20))
+    assert [answer.result(WAIT_S) for answer in answers] == list(range(20))
+    with pytest.raises(ZeroDivisionError):
+        asked.ask(lambda: questions.lookup(b"", 1 // 0)).result(WAIT_S)
     daemon.answered = lambda _call: pb.CacheAnswer(error=error_to_proto(UnknownLease("it ended")))
-    (error,) = collected(pipe, [pipe.ask(questions.lookup(b"", 5))])
-    assert isinstance(error, UnknownLease)
+    with pytest.raises(UnknownLease):
+        asked.ask(lambda: questions.lookup(b"", 5)).result(WAIT_S)
     daemon.answered = _tokens
-    assert collected(pipe, [pipe.ask(questions.lookup(b"", 5))]) == [5], "it outlives a refusal"
-    assert heard == [*[None] * 20, error, None]
-    pipe.end()
-    (ended,) = collected(pipe, [pipe.ask(questions.lookup(b"", 5))])
-    assert isinstance(ended, NotReady)
-    assert (pipe.broken, pipe.fileno()) == (True, -1)
+    assert asked.ask(lambda: questions.lookup(b"", 5)).result(WAIT_S) == 5, "it outlives a bad question"
+    until(lambda: len(heard) == 22)
+    assert [error for error in heard if error is not None] == [heard[20]]
+    asked.close()
     until(lambda: daemon.threads == 0)
-    assert isinstance(_or_error(pipe.ask(questions.lookup(b"", 1))), NotReady)
-    pipe.collect()
-    pipe.end()
+    with pytest.raises(NotReady):
+        asked.ask(lambda: questions.lookup(b"", 1)).result(WAIT_S)
 
 
-def test_messages_of_any_size_go_through(daemon: Daemon) -> None:
-    """More than the socket holds: asking does not wait for the daemon to read."""
-    pipe, questions = CallPipe(attachment(daemon), WAIT_S), Questions(CLIENT)
-    answers = [pipe.ask(questions.lookup(bytes(3_000_000), n)) for n in range(4)]
-    assert collected(pipe, answers) == [0, 1, 2, 3]
-    with pytest.raises(LimitExceeded):
-        pipe.ask(questions.lookup(bytes(MESSAGE_MAX_BYTES), 1))
-    assert collected(pipe, [pipe.ask(questions.lookup(b"", 5))]) == [5]
-    pipe.end()
-    pipe.collect()
-
-
-def test_a_daemon_that_ends_fails_all_that_was_asked(daemon: Daemon) -> None:
-    began = threading.Event()
-
-    def waits(call: pb.CacheCall) -> pb.CacheAnswer:
-        began.set()
-        until(lambda: not daemon.here())
-        return _tokens(call)
-
-    daemon.answered = waits
-    heard: list[KVError | None] = []
-    pipe, questions = CallPipe(attachment(daemon), WAIT_S, heard.append), Questions(CLIENT)
-    answers = [pipe.ask(questions.lookup(b"", 1)) for _ in range(5)]
-    assert began.wait(WAIT_S)
-    daemon.stop()
-    assert {type(error) for error in collected(pipe, answers)} == {NotReady}
-    assert [type(error) for error in heard] == [NotReady]
-    with pytest.raises(NotReady, match="no node answers"):
-        CallPipe(attachment(daemon), WAIT_S)
-    daemon.start()
-
-
-def test_a_silent_daemon_is_given_up(daemon: Daemon) -> None:
+def test_without_a_daemon_all_that_was_asked_fails_and_what_is_asked_later(daemon: Daemon) -> None:
     go_on = threading.Event()
 
     def slow(call: pb.CacheCall) -> pb.CacheAnswer:
@@ -273,19 +212,16 @@ def test_a_silent_daemon_is_given_up(daemon: Daemon) -> None:
         return _tokens(call)
 
     daemon.answered = slow
-    pipe, questions = CallPipe(attachment(daemon), 0.1), Questions(CLIENT)
-    pipe.end_if_overdue()
-    answers = [pipe.ask(questions.lookup(b"", 1)) for _ in range(20)]
-    pipe.collect()
-    assert not pipe.broken
-
-    def over() -> bool:
-        pipe.end_if_overdue()
-        pipe.collect()
-        return pipe.broken
-
-    until(over)
-    assert {type(_or_error(answer)) for answer in answers} == {NotReady}
+    heard: list[object] = []
+    asked, questions = CallQueue(SteadyLine(attachment(daemon), 0.1), heard.append), Questions(CLIENT)
+    answers = [asked.ask(lambda: questions.lookup(b"", 1)) for _ in range(20)]
+    for answer in answers:
+        with pytest.raises(NotReady, match="does not answer"):
+            answer.result(WAIT_S)
+    with pytest.raises(NotReady):
+        asked.ask(lambda: questions.lookup(b"", 1)).result(WAIT_S)
+    until(lambda: len(heard) == 1)
+    assert isinstance(heard[0], NotReady)
     go_on.set()
 
 

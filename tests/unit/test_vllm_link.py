@@ -51,23 +51,11 @@ class FakeConnection:
 
     def end_if_overdue(self) -> None: ...
 
-    def fileno(self) -> int:
-        return -1
-
-    def collect(self) -> None:
-        self.broken = self.ended
-
-    ended = False
-
-    def end(self) -> None:
-        self.ended = True
-
-    def look(self) -> bool:
+    def look(self) -> None:
         if self._daemon.gone:
             raise NotReady("no daemon")
         if self._daemon.cold:
             raise StaleBoot("unknown")
-        return False
 
     def say(self, what: str) -> str:
         if self._daemon.gone:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmanager.clients.callpipe import Answer
+from kvmanager.clients.callqueue import Answer
 from kvmanager.clients.leases import Lease
 from kvmanager.clients.vllm.bell import Bell
 from kvmanager.clients.vllm.orders import Ended, Orders, Report
@@ -46,8 +46,6 @@ class FakeLine:
         return future
 
     read = ask
-
-    def collect(self): ...
 
     def tell(self, call):
         call(Calls(self.told))
