@@ -95,10 +95,9 @@ def test_an_engine_that_the_node_refuses_goes_on_without_the_cache(tmp_path: Pat
         assert alone["tokens"] == [expected]
         assert alone["transfer"] == [None]
         assert served.counters()["stored_tokens"] == 0
-        said = engine.log.read_text()
-        assert "refused" in said
-        assert "page_rows = 64" in said
         logged = "".join(engine.logged)
+        assert "refused" in logged
+        assert "page_rows = 64" in logged
         assert "get_mem_pool_context failed" in logged, logged
         assert "the node's device is the CPU" in logged
 
