@@ -1579,7 +1579,8 @@ Global___StoreReply: _TypeAlias = StoreReply  # noqa: Y015
 @_typing.final
 class CacheCall(_message.Message):
     """One of the calls above. A stream of them (CacheCalls) is answered in order, one each, and spares a part of a call's
-    way; the same messages as frames on calls.sock (kvmanager/services/calldoor.py says how that begins) spare most of it.
+    way; the same messages as frames on calls.sock spare most of it (kvmanager/services/calldoor.py says how that
+    begins).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
