@@ -200,14 +200,11 @@ class OwnerLoop:
     # ------------------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        failure: BaseException | None = None
         try:
             while self._turn():
                 pass
         except BaseException as error:
-            failure = error
-        if failure is not None:
-            self._fail(failure)
+            self._fail(error)
         else:
             self._refuse_the_rest()
 

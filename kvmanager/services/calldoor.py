@@ -21,7 +21,7 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from kvmanager.daemon.attach import ClientIdentity
+from kvmanager.daemon.attach import CONNECTIONS_MAX, HELLO_DEADLINE_S, ClientIdentity
 from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, PeerUnreachable, Unauthorized
 from kvmanager.framing import Frame, error_frame, receive_frame, receive_json, send_frame, send_json
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -29,12 +29,8 @@ from kvmanager.runtime_dir import CALLS_SOCKET, bind_socket, peer_credentials
 from kvmanager.services.callers import Callers
 from kvmanager.wire import MESSAGE_MAX_BYTES, error_to_proto
 
-CONNECTIONS_MAX: Final = 256
-"""As many as may attach; each has a thread."""
 OF_ONE_CLIENT: Final = 4
 """Connections with one token."""
-HELLO_DEADLINE_S: Final = 5.0
-"""A connection that has not said its token by then is closed."""
 _GONE: Final = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 _log = logging.getLogger(__name__)
 
@@ -43,7 +39,7 @@ Answers = Callable[[pb.CacheCall, str, Callable[[], bool]], pb.CacheAnswer]
 
 
 class CallDoor:
-    """Serves `calls.sock`: a thread lets in, and one a connection answers."""
+    """Serves `calls.sock`: a thread lets in, and one a connection answers. As many as may attach may connect."""
 
     def __init__(self, runtime_dir: Path, boot_id: int, callers: Callers, answers: Answers) -> None:
         """Listens; raises ConfigError where it can't."""

@@ -17,12 +17,12 @@ import pytest
 from kvmanager.clients.callline import SteadyLine
 from kvmanager.clients.callqueue import CallQueue
 from kvmanager.clients.leases import LeaseCalls, Questions
-from kvmanager.daemon.attach import ClientIdentity
+from kvmanager.daemon.attach import CONNECTIONS_MAX, ClientIdentity
 from kvmanager.errors import InvalidArgument, LimitExceeded, NotReady, StaleBoot, Suspect, Unauthorized, UnknownLease
 from kvmanager.framing import receive_frame, receive_json, send_frame, send_json
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import CALLS_SOCKET
-from kvmanager.services.calldoor import CONNECTIONS_MAX, OF_ONE_CLIENT, CallDoor
+from kvmanager.services.calldoor import OF_ONE_CLIENT, CallDoor
 from kvmanager.services.callers import Callers
 from kvmanager.wire import MESSAGE_MAX_BYTES, error_from_proto, error_to_proto
 
