@@ -66,9 +66,6 @@ def test_rank_processes_over_nccl_give_the_tokens_of_one_rank(tmp_path: Path) ->
             again = mine.answer(prompt_of(60))
             assert again.cached >= 64
             again.check(60)
-        except BaseException:
-            print(served.process.log_tail(), file=sys.stderr)
-            raise
         finally:
             mine.close()
         served.wait_at_rest()

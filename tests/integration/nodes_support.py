@@ -100,12 +100,15 @@ hot_rows = 32
 
 @contextlib.contextmanager
 def node(directory: Path, name: str, config: Callable[..., str], **options: object) -> Iterator[Node]:
-    """A node of its own, serving; stopped at the end."""
+    """A node of its own, serving; stopped at the end. Where the test fails, its log is shown."""
     process = NodeProcess(name, directory, config(directory / name, name=name, **options))
     with process:
         running = Node(process, process.wait_serving())
         try:
             yield running
+        except BaseException:
+            print(process.log_tail(lines=80), file=sys.stderr)
+            raise
         finally:
             running.admin.close()
 

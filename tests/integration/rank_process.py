@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -77,32 +78,43 @@ class Rank:
             return {"boot_id": 0, "why": str(error)}
 
 
-def say(**words: Any) -> None:
-    print(json.dumps(words), flush=True)
+def own_output() -> TextIO:
+    """The pipe to the engine for answers alone: libraries such as NCCL print on stdout what they like."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def say(answers: TextIO, **words: Any) -> None:
+    print(json.dumps(words), file=answers, flush=True)
 
 
 def exchanging(ranks: RankGroup, backend: str) -> RankGroup:
-    """Over NCCL what is exchanged goes by way of this rank's GPU: its own, or one for all where there are too few."""
+    """Over NCCL what is exchanged goes by way of this rank's GPU: its own, or one for all where there are too few.
+
+    Named here: the node's one device has become the current one when its memory was mapped.
+    """
     if backend == "gloo":
         return ranks
-    return ThroughDevice(ranks, torch.device("cuda", torch.cuda.current_device()))
+    own = ranks.rank if torch.cuda.device_count() >= ranks.size else 0
+    torch.cuda.set_device(own)
+    return ThroughDevice(ranks, torch.device("cuda", own))
 
 
 def main(runtime_dir: str, engine: str, epoch: str, rank: str, size: str, meeting: str, backend: str) -> None:
     torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(int(rank) if torch.cuda.device_count() >= int(size) else 0)
+    answers = own_output()
     workers = WorkerGroup([connect_worker(Path(runtime_dir), engine, int(epoch), int(rank))])
     lent = LentWorkspace(Path(runtime_dir), workspace_group(MODE.group, int(rank)), engine, int(rank), ROWS)
     try:
         with join_ranks(Path(meeting), int(rank), int(size), backend=backend, timeout_s=120.0) as ranks:
             one = Rank(workers, exchanging(ranks, backend), lent.space)
-            say(attached=True, workspace=str(lent.space.device), shard=str(one.device))
+            say(answers, attached=True, workspace=str(lent.space.device), shard=str(one.device))
             for line in sys.stdin:
                 order = json.loads(line)
-                say(**getattr(one, order.pop("do"))(**order))
+                say(answers, **getattr(one, order.pop("do"))(**order))
     except KVError as error:
-        say(error=type(error).__name__, message=str(error))
+        say(answers, error=type(error).__name__, message=str(error))
     lent.close()
     workers.detach()
 
