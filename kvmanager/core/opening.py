@@ -108,6 +108,8 @@ def _try(
     try:
         check(state, group, _demands(state, group, request, shapes, brings=brings), request)
         _take_pages(state, group, request, shapes)
+        if brings:
+            _make_room_for_missing(state, group, request)
     except CapacityError:
         drop_request(state, request)
         raise
@@ -365,6 +367,26 @@ def _reuse(state: State, group: Group, request: Request, shapes: list[_Shape]) -
         if shape.match.donor != NO_SPAN:
             tokens = shape.match.donor_segments * group.spec.page_rows
             _use_donor(state, group, request, number, shape.match.donor, part.rows[part.shared], tokens)
+
+
+def _make_room_for_missing(state: State, group: Group, request: Request) -> None:
+    """What was found is brought to the device next: room for it, or PoolExhausted.
+
+    It was asked for with the rest, but where more is promised than there is (overcommit above 1.0), the request's own
+    hot buffer, until then a promise, may have taken just that.
+    """
+    wants: dict[str, dict[str, int]] = {}
+    for part in request.chains:
+        shared = part.rows.array[: part.shared]
+        for c, page_class in enumerate(part.chain.spec.classes):
+            missing = part.chain.absent(c, DEVICE, shared)
+            if len(missing) and not group.spec.floats(page_class.name):
+                of_pool = wants.setdefault(page_class.device_pool, {})
+                of_pool[page_class.name] = of_pool.get(page_class.name, 0) + int(part.chain.widths(missing).sum())
+    for name, pages in wants.items():
+        pool = group.pools[name]
+        if not state.reclaimers[group.spec.name].make_room(pool, pages):
+            raise exhausted(state, group, pool, pool.slabs_needed(pages), pool.free_slabs)
 
 
 def onboard_missing(state: State, group: Group, request: Request, number: int) -> None:

@@ -218,7 +218,13 @@ def _many(regions: Regions, draw: random.Random) -> Nodes:
 
 
 def _overbooked(regions: Regions, draw: random.Random) -> Nodes:
-    """Half as much again is promised as there is: growth may find nothing, and somebody must step back."""
+    """Half as much again is promised as there is: growth may find nothing, and somebody must step back.
+
+    On a decode rank also the hot buffer of a request is promised where there may be none.
+    """
+    if draw.random() < 0.5:
+        kind = draw.choice(list(Residency))
+        return [[hisparse(regions, "main", draw.randint(14, 40), draw.randint(20, 60), SEQUENTIAL, residency=kind)]]
     return [[sharded(regions, "main", draw.randint(8, 14), draw.choice((8, 20, 50)))]]
 
 

@@ -1,5 +1,7 @@
 """Joint cover of latent and indexer pages, retraction and resumption, step by step."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -162,6 +164,30 @@ def test_hisparse_a_resume_without_room_for_its_hot_buffer_may_be_asked_for_agai
     assert resumed(client).state == "waiting"
     driver.end_all()
     driver.leave(client)
+
+
+def test_hisparse_an_open_whose_hot_buffer_takes_the_room_of_what_it_found_is_refused() -> None:
+    """With more promised than there is, the hot buffer is not asked for with the pages that must be there at once.
+
+    How much a trim takes of which class depends on where pages lie, so all rooms about the one in question are tried.
+    """
+    refused = 0
+    for slabs, trim in itertools.product(range(19, 23), range(3, 10)):
+        driver, client = decode(slabs=slabs, limits=Limits(overcommit=1.5))
+        client.serve(1, TOKENS, "a")
+        assert client.open(2, 24, "b").state == "runnable"
+        client.commit(2, 24)
+        client.run()
+        driver.end_all()
+        driver.apply(Trim("d", "d/hbm", trim))
+        opened = client.open(3, TOKENS + 2, "a")
+        if opened.error is not None:
+            assert isinstance(opened.error, PoolExhausted), (slabs, trim)
+            assert list(driver.node.state.engines["e"].requests) == [2]
+            refused += 1
+        driver.end_all()
+        driver.leave(client)
+    assert 0 < refused < 28
 
 
 def test_hisparse_a_resume_names_what_was_retracted() -> None:
