@@ -86,7 +86,8 @@ class _Fetched:
 
     def wait(self) -> list[Tensor]:
         self._gather.wait()
-        self._received.copy_(self._gathered)
+        # By way of the CPU: memory that a daemon lent is mapped for its own GPU, and no other may write to it.
+        self._received.copy_(self._gathered.cpu())
         return list(self._received.unbind())
 
 
@@ -117,8 +118,9 @@ def join_ranks(
     """Makes this process rank `rank` of `size` on one machine, until the end of the block.
 
     `meeting`: a file that the ranks find each other by, none there before; each group needs one of its own. Leaving the
-    block, by an error too, ends the others' gathers with PeerUnreachable. Raises PeerUnreachable when not all ranks
-    come within `timeout_s`.
+    block, by an error too, ends the others' gathers with PeerUnreachable over gloo; over NCCL a rank that leaves while a
+    gather is under way was seen to wait for it, as the others do: whoever started the ranks ends them. Raises
+    PeerUnreachable when not all ranks come within `timeout_s`.
     """
     try:
         dist.init_process_group(
