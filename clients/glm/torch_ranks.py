@@ -118,9 +118,9 @@ def join_ranks(
     """Makes this process rank `rank` of `size` on one machine, until the end of the block.
 
     `meeting`: a file that the ranks find each other by, none there before; each group needs one of its own. Leaving the
-    block, by an error too, ends the others' gathers with PeerUnreachable over gloo; over NCCL a rank that leaves while a
-    gather is under way was seen to wait for it, as the others do: whoever started the ranks ends them. Raises
-    PeerUnreachable when not all ranks come within `timeout_s`.
+    block, by an error too, ends the others' gathers with PeerUnreachable over gloo. Over NCCL a rank that leaves while
+    a gather is under way waits for it, as the others do: whoever started the ranks ends them. Raises PeerUnreachable
+    when not all ranks come within `timeout_s`.
     """
     try:
         dist.init_process_group(
