@@ -85,7 +85,10 @@ class CallDoor:
                     _log.warning("a connection was lost before it came in: %s", error)
                 continue
             with self._lock:
-                full = self._closed or len(self._open) >= CONNECTIONS_MAX
+                if self._closed:  # it came too late: to its client, nobody is here
+                    channel.close()
+                    return
+                full = len(self._open) >= CONNECTIONS_MAX
                 if not full:
                     self._open[channel] = ""
                     thread = threading.Thread(target=self._serve, args=(channel,), name="call", daemon=True)

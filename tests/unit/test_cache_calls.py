@@ -363,3 +363,24 @@ def test_a_door_that_closes_ends_calls_that_wait(daemon: Daemon) -> None:
     thread.join(WAIT_S)
     assert len(failed) == 1
     daemon.start()
+
+
+def test_who_comes_while_the_door_closes_finds_nobody(daemon: Daemon) -> None:
+    """It asks the next daemon then; that the door is full would be final."""
+    door = daemon.door
+    assert door is not None
+    lock = door._lock
+
+    class ClosesMeanwhile:
+        def __enter__(self) -> None:
+            lock.acquire()
+            if threading.current_thread() is door._thread:  # a connection came in
+                door._closed = True
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    door._lock = ClosesMeanwhile()  # type: ignore[assignment]
+    with pytest.raises(NotReady):
+        calls_of(daemon).lookup(b"", 5)
+    assert daemon.asked == 0
