@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Final
 
@@ -112,7 +113,9 @@ def offline(directory: Path, kind: str, text: str) -> Story:
 def nothing_known(kind: str, text: str, directory: Path) -> UnknownRequest:
     """The error for an id that nobody knows."""
     first = next(iter(lines(directory)), None)
-    since = f"begins at {first['t']:.0f} s since 1970" if first else "is empty"
+    # As screens show times: in the time zone of who reads it, which for a running node is the daemon's.
+    began = datetime.fromtimestamp(first["t"]).astimezone() if first else None
+    since = f"begins at {began:%Y-%m-%d %H:%M:%S%z}" if began else "is empty"
     what = {"refusal": "no refusal of request", "miss": "no opening of request"}.get(kind, "no request")
     return UnknownRequest(f"{what} {text!r} is known; the history in {directory} {since}")
 

@@ -14,6 +14,7 @@ import grpc
 from kvmanager import __version__
 from kvmanager.core.events import EngineResumed, Opened, Registered
 from kvmanager.core.node import Node
+from kvmanager.daemon.attach import ClientIdentity
 from kvmanager.daemon.clientnotes import ClientNote, EngineNote
 from kvmanager.daemon.compatibility import check_ticket
 from kvmanager.daemon.loop import OwnerLoop
@@ -26,6 +27,7 @@ from kvmanager.services.cacheanswers import Asker, CacheAnswers
 from kvmanager.services.callers import Callers, typed
 from kvmanager.services.gate import Gate, check_boot
 from kvmanager.services.messages import check_token_ids, register_event, step_event
+from kvmanager.services.refusedlog import RefusedLog
 from kvmanager.wire import MESSAGE_MAX_BYTES, WIRE_VERSION, abort_with, error_to_proto
 
 PAGES_PER_CALL = 1 << 20
@@ -57,11 +59,16 @@ class EngineService(pb_grpc.EngineServicer):
         self._membership = membership
         self._hub = hub
         self._gate = gate
+        self._refused = RefusedLog()
 
     @typed
     def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.RegisterReply:
         """A new epoch of an engine."""
         identity = self._callers.who(context, "engine")
+        with self._refused.refusals_of(identity, request.engine):
+            return self._register(request, identity)
+
+    def _register(self, request: pb.RegisterRequest, identity: ClientIdentity) -> pb.RegisterReply:
         _check_version(request)
         self._gate.check()
         group = self._node.state.groups.get(request.group)  # the groups of a node never change

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from nodes_support import LAYOUT, PAGE_BYTES, ROWS, device_pages
+from nodes_support import LAYOUT, PAGE_BYTES, ROWS, device_pages, node_head
 
 from kvmanager.clients.attached_engine import AttachedEngine
 from kvmanager.clients.engine import RequestStep
@@ -262,15 +262,7 @@ def shards_toml(
     runtime_dir: Path, *, name: str, pages: int, host_pages: int, lent_bytes: int, device: str = "cpu"
 ) -> str:
     """A node with one group of this geometry, its pages a rank in either tier, and its ranks' workspaces."""
-    return f"""
-[node]
-name = "{name}"
-runtime_dir = "{runtime_dir}"
-device = "{device}"
-spare = false
-[mover]
-staging_bytes = "4 MiB"
-chunk_bytes = "1 MiB"
+    return f"""{node_head(runtime_dir, name, device=device)}
 [[group]]
 name = "shards"
 kind = "sharded"

@@ -37,6 +37,20 @@ LAYOUT = native_layout(GLM53_TINY, ROWS)
 SPARSE_LAYOUTS = [latent_layout(GLM53_TINY, ROWS), indexer_layout(GLM53_TINY, ROWS)]
 
 
+def node_head(runtime_dir: Path, name: str, *, device: str = "cpu", spare: bool = False) -> str:
+    """What most small nodes have in common. `[mover]` comes last, so that further keys of it may follow."""
+    return f"""
+[node]
+name = "{name}"
+runtime_dir = "{runtime_dir}"
+device = "{device}"
+spare = {str(spare).lower()}
+[mover]
+staging_bytes = "4 MiB"
+chunk_bytes = "1 MiB"
+"""
+
+
 def prefill_toml(
     runtime_dir: Path,
     *,
@@ -48,18 +62,10 @@ def prefill_toml(
     spare: bool = False,
 ) -> str:
     """A node with one group of two sharded ranks: `pages` pages in HBM, as many on the host. `more`: further tables."""
-    return f"""
-[node]
-name = "{name}"
-runtime_dir = "{runtime_dir}"
-device = "{device}"
-spare = {str(spare).lower()}
+    return f"""{node_head(runtime_dir, name, device=device, spare=spare)}
 [lease]
 {lease}
 {more}
-[mover]
-staging_bytes = "4 MiB"
-chunk_bytes = "1 MiB"
 [[group]]
 name = "{GROUP}"
 kind = "sharded"
@@ -74,14 +80,7 @@ host_bytes_per_rank = {2 * pages * PAGE_BYTES}
 
 def decode_toml(runtime_dir: Path, *, name: str = "decode") -> str:
     """A node with one HiSparse rank "decode-0" that takes two-rank spans as they are."""
-    return f"""
-[node]
-name = "{name}"
-runtime_dir = "{runtime_dir}"
-spare = false
-[mover]
-staging_bytes = "4 MiB"
-chunk_bytes = "1 MiB"
+    return f"""{node_head(runtime_dir, name)}
 pull_deadline_ms = 5000
 [[group]]
 name = "decode-0"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from nodes_support import GROUP, RANKS, WAIT_S
+from nodes_support import GROUP, RANKS, WAIT_S, node_head
 
 from kvmanager.clients.attached_engine import AttachedEngine
 from kvmanager.clients.engine import RequestStep
@@ -31,14 +31,7 @@ ROW_PAGES = native_layout(GLM53_TINY, 1)
 def many_pages_toml(runtime_dir: Path, *, name: str) -> str:
     """A prefill node of two ranks with `PAGES` pages in HBM, fewer on the host."""
     page_bytes = GLM53_TINY.page_bytes(1)
-    return f"""
-[node]
-name = "{name}"
-runtime_dir = "{runtime_dir}"
-spare = false
-[mover]
-staging_bytes = "4 MiB"
-chunk_bytes = "1 MiB"
+    return f"""{node_head(runtime_dir, name)}
 [[group]]
 name = "{GROUP}"
 kind = "sharded"

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from nodes_support import Node
+from nodes_support import Node, node_head
 
 from kvmanager.clients.decode_engine import DecodeEngine
 from kvmanager.clients.decode_stores import StoresOf
@@ -25,28 +25,28 @@ MODEL = demo_model(SEED)
 SLAB_BYTES = TINY.format.slab_bytes(PAGE_ROWS)
 
 
-def sparse_toml(runtime_dir: Path, *, name: str, device: str = "cpu", residency: str = "hybrid") -> str:
+def sparse_toml(
+    runtime_dir: Path,
+    *,
+    name: str,
+    device: str = "cpu",
+    residency: str = "hybrid",
+    slabs: int = SLABS,
+    token_order: str = "sequential",
+) -> str:
     """More is promised than there is: both requests begin, and the node can't keep both to the end."""
-    return f"""
-[node]
-name = "{name}"
-runtime_dir = "{runtime_dir}"
-device = "{device}"
-spare = false
+    return f"""{node_head(runtime_dir, name, device=device)}
 [admission]
 overcommit = 3.0
-[mover]
-staging_bytes = "4 MiB"
-chunk_bytes = "1 MiB"
 [[group]]
 name = "decode-0"
 kind = "hisparse"
 format = "{TINY.format.name}"
 ranks = 1
 page_rows = {PAGE_ROWS}
-hbm_bytes_per_rank = {SLABS * SLAB_BYTES}
+hbm_bytes_per_rank = {slabs * SLAB_BYTES}
 host_bytes_per_rank = {60 * SLAB_BYTES}
-token_order = "sequential"
+token_order = "{token_order}"
 source_ranks = 2
 source_interleave = 1
 hot_rows = {HOT_ROWS}

@@ -5,97 +5,48 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from nodes_support import Node, node
+from nodes_support import Node, node, node_head
+from sparse_node import MODEL, OUTPUT, PROMPTS, expected, prompt_of, sparse_toml
 
 from kvmanager.clients.decode_engine import DecodeEngine
 from kvmanager.clients.decode_work import DecodeWork
 from kvmanager.clients.glm.config import TINY
-from kvmanager.clients.glm.reference import ReferenceRun
 from kvmanager.clients.glm.workspace import workspace_bytes
 from kvmanager.clients.prefill_engine import PrefillEngine
-from kvmanager.demo.expected import demo_model
 from kvmanager.demo.nodes import HOT_ROWS, NAMESPACE, PAGE_ROWS
 from kvmanager.geometry import ShardGeometry
 from kvmanager.protos import kvmanager_pb2 as pb
 
-SEED = 5
 RANKS = 2
-PROMPTS = (75, 90)
-OUTPUT = 30
 SLABS = 18
-MODEL = demo_model(SEED)
-SLAB_BYTES = TINY.format.slab_bytes(PAGE_ROWS)
-PREFILL = """
-[node]
-name = "{name}"
-runtime_dir = "{directory}"
-spare = false
-[mover]
-staging_bytes = "4 MiB"
-chunk_bytes = "1 MiB"
-[[group]]
-name = "prefill"
-kind = "sharded"
-format = "{format}"
-ranks = 2
-page_rows = 16
-interleave = 1
-hbm_bytes_per_rank = {hbm}
-host_bytes_per_rank = {hbm}
-workspace_bytes_per_rank = {workspace}
-"""
-DECODE = """
-[node]
-name = "{name}"
-runtime_dir = "{directory}"
-spare = false
-[admission]
-overcommit = 3.0
-[mover]
-staging_bytes = "4 MiB"
-chunk_bytes = "1 MiB"
-[[group]]
-name = "decode-0"
-kind = "hisparse"
-format = "{format}"
-ranks = 1
-page_rows = 16
-hbm_bytes_per_rank = {hbm}
-host_bytes_per_rank = {host}
-token_order = "keep"
-source_ranks = 2
-source_interleave = 1
-hot_rows = {hot_rows}
-"""
 
 
 def prefill_toml(directory: Path, *, name: str) -> str:
     pages = 40 * TINY.format.page_bytes(PAGE_ROWS)
-    workspace = workspace_bytes(ShardGeometry(RANKS, PAGE_ROWS, 1), max(PROMPTS))
-    return PREFILL.format(name=name, directory=directory, format=TINY.format.name, hbm=pages, workspace=workspace)
+    return f"""{node_head(directory, name)}
+[[group]]
+name = "prefill"
+kind = "sharded"
+format = "{TINY.format.name}"
+ranks = {RANKS}
+page_rows = {PAGE_ROWS}
+interleave = 1
+hbm_bytes_per_rank = {pages}
+host_bytes_per_rank = {pages}
+workspace_bytes_per_rank = {workspace_bytes(ShardGeometry(RANKS, PAGE_ROWS, 1), max(PROMPTS))}
+"""
 
 
-def decode_toml(directory: Path, *, name: str, slabs: int) -> str:
-    return DECODE.format(
-        name=name,
-        directory=directory,
-        format=TINY.format.name,
-        hbm=slabs * SLAB_BYTES,
-        host=60 * SLAB_BYTES,
-        hot_rows=HOT_ROWS,
-    )
+def decode_toml(directory: Path, *, name: str) -> str:
+    """`sparse_node`'s, with `SLABS` slabs; it takes the spans of two prefill ranks as they are."""
+    return sparse_toml(directory, name=name, slabs=SLABS, token_order="keep")
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Iterator[Node]:
     with node(tmp_path_factory.mktemp("s"), "prefill", prefill_toml) as running:
         yield running
-
-
-def prompt_of(length: int) -> np.ndarray:
-    return np.random.default_rng([SEED, length]).integers(0, TINY.vocab, length)
 
 
 def decode_all(source: Node, target: Node) -> tuple[dict[int, tuple[int, ...]], int]:
@@ -128,11 +79,11 @@ def decode_all(source: Node, target: Node) -> tuple[dict[int, tuple[int, ...]], 
 @pytest.mark.long
 def test_the_newest_gives_way_and_goes_on(source: Node, tmp_path: Path) -> None:
     """More is promised than there is: the node can't keep both to the end."""
-    with node(tmp_path, "decode", decode_toml, slabs=SLABS) as target:
+    with node(tmp_path, "decode", decode_toml) as target:
         answers, retractions = decode_all(source, target)
         target.wait_at_rest()
         counters = target.counters()
     source.wait_at_rest()
     assert retractions == counters["retraction"] == counters["resumption"] > 0
     for length in PROMPTS:
-        assert answers[length] == tuple(ReferenceRun(MODEL).turn(prompt_of(length).tolist(), OUTPUT)), length
+        assert answers[length] == expected(length), length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,10 @@ from nodes_support import (
     prefill_engine,
     prefill_toml,
     run_request,
+    says,
+    script,
     tokens_of,
+    wait_for,
     wait_for_error,
 )
 
@@ -50,6 +54,18 @@ from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.runtime_dir import GRPC_SOCKET
 from kvmanager.wire import WIRE_VERSION, error_from_proto, error_from_rpc, pack_u32, pack_u64
 
+REFUSED = """
+import sys
+from pathlib import Path
+from nodes_support import LAYOUT, NAMESPACE
+from kvmanager.clients.attached_engine import AttachedEngine
+from kvmanager.errors import KVError
+try:
+    AttachedEngine(Path(sys.argv[1]), "stranger", group="nowhere", namespace=NAMESPACE, layouts=[LAYOUT], ranks=2)
+except KVError as error:
+    print("refused:", error)
+"""
+"""An engine that names a group which the node does not have."""
 CACHED = tokens_of(7, 2 * SPAN)
 PAGES = 96
 """Enough that nothing is evicted over the whole module."""
@@ -158,6 +174,14 @@ def test_registrations_that_do_not_fit(
         register(engine, **changes)
     for word in words:
         assert word in str(failed.value)
+
+
+def test_a_refused_registration_is_in_the_log(served: Node) -> None:
+    """Which engine, whose process, why. A process of its own: this one was refused so often that lines are left out."""
+    with script(REFUSED, str(served.runtime_dir)) as refused:
+        why = says(refused, "refused:")
+        line = f"engine stranger of uid {os.getuid()} pid {refused.pid} is not registered: INVALID_ARGUMENT: {why}"
+        wait_for(lambda: line in served.log(), lambda: f"no line {line!r} in\n{served.log()}")
 
 
 def test_a_second_registration_makes_the_first_stale(served: Node, engine: AttachedEngine) -> None:
