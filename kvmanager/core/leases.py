@@ -178,13 +178,23 @@ def overdue(state: State, now: int) -> bool:
     return bool(_overdue(state, now))
 
 
+def ends_ns(state: State) -> list[int]:
+    """When the leases end that `expire` looks at; the grace comes on top."""
+    return [request.expires_ns for _, request in _expiring(state)]
+
+
 def _overdue(state: State, now: int) -> list[tuple[Engine, Request]]:
+    grace_ns = state.limits.ticket_grace_ns
+    return [each for each in _expiring(state) if now > each[1].expires_ns + grace_ns]
+
+
+def _expiring(state: State) -> list[tuple[Engine, Request]]:
     return [
         (engine, request)
         for engine in state.all_engines()
         if not engine.attached
         for request in engine.requests.values()
-        if request.expires_ns and now > request.expires_ns + state.limits.ticket_grace_ns
+        if request.expires_ns
     ]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvmanager.configuration.operationsconfig import HealthSection
+from kvmanager.core import leases
 from kvmanager.core.node import Node
 from kvmanager.core.reclaim import reclaimable_slabs
 from kvmanager.core.spans import HOST
@@ -34,7 +35,7 @@ class JobVitals:
 
 @dataclass(frozen=True)
 class Vitals:
-    """One look at the core. plans: ids under way. admitted: a count of requests. overdue_ns: of the oldest lease."""
+    """One look at the core. plans: ids under way. admitted: a count of requests. overdue_ns: oldest ticket or lease."""
 
     pools: Mapping[str, PoolVitals]
     jobs: Mapping[str, JobVitals]
@@ -73,13 +74,13 @@ def vitals(node: Node, now: int) -> Vitals:
         jobs[f"writeback of {group.spec.name}"] = JobVitals(
             queued and not running, sum(state.counters[name] for name in done)
         )
-    overdue = [now - ticket.expires_ns for ticket in state.tickets.values()]
+    ends = [*(ticket.expires_ns for ticket in state.tickets.values()), *leases.ends_ns(state)]
     return Vitals(
         pools,
         jobs,
         frozenset(state.jobs),
         state.counters["request"] - state.counters["refusal"],
-        max(overdue, default=0),
+        now - min(ends, default=now),
     )
 
 
@@ -140,7 +141,7 @@ class Health:
             if stands > limits.job_ns:
                 yield name, f"has work and did none for {_seconds(stands)}"
         if seen.overdue_ns > self.lease_grace_ns + limits.job_ns:
-            yield "lease expiry", f"a ticket is overdue for {_seconds(seen.overdue_ns)}"
+            yield "lease expiry", f"a ticket or lease is overdue for {_seconds(seen.overdue_ns)}"
 
     def _stands(self, name: str, now: int, mark: object, waiting: bool) -> int:
         return self._still.setdefault(name, _Still(now, mark)).stands_ns(now, mark, waiting)

@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 
 from kvmanager.configuration.operationsconfig import HealthSection
-from kvmanager.observing.health import Health, JobVitals, PoolVitals, Sight, Vitals
+from kvmanager.core.events import DetachRank, EngineGone, Opened, Registered, RegisterEngine, Tick, TimelinesRead
+from kvmanager.core.leaseevents import AcquirePrefix, EndLease, ReserveSpans
+from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec
+from kvmanager.geometry import SEQUENTIAL
+from kvmanager.layout import plain_format, plain_layout
+from kvmanager.observing.health import Health, JobVitals, PoolVitals, Sight, Vitals, vitals
+from tests.sim.driver import Client, Driver
 
 MS = 1_000_000
 LIMITS = HealthSection(probe_ms=10, core_ms=50, mover_ms=60, copy_ms=100, job_ms=200, evict_ms=300)
@@ -78,3 +84,31 @@ def test_a_job_with_work_must_do_some(health: Health) -> None:
 def test_leases_that_ran_out_must_end(health: Health) -> None:
     assert health.judge(sight(0, replace(WELL, overdue_ns=210 * MS))) == {}
     assert set(health.judge(sight(1, replace(WELL, overdue_ns=211 * MS)))) == {"lease expiry"}
+
+
+def test_a_lease_of_a_cache_is_looked_at_like_a_ticket() -> None:
+    """Of an engine of which no rank attached: it is the only one whose leases end by time."""
+    format_ = plain_format("float32", 2, 2, 8)
+    layout = plain_layout(format_, 4)
+    kv = PageClass("kv", layout, "c/host", (0,))
+    chain = ChainSpec("main", Placement.REPLICATED, 1, 4, SEQUENTIAL, SEQUENTIAL, (kv,))
+    pool = PoolSpec("c/host", "host", 1, 7, layout.page_bytes, (("kv", 1),))
+    driver = Driver([GroupSpec("c", 1, 4, format_, (chain,), (pool,))], Limits(ticket_grace_ns=10))
+    writer, key = Client(driver, "c", "w"), b"k" * 16
+    driver.apply(ReserveSpans("w", writer.epoch, 1, key, 1_000))
+    driver.apply(EndLease("w", writer.epoch, 1, dict.fromkeys(writer.attaches, 1), committed=True))
+    driver.apply(TimelinesRead(dict.fromkeys(writer.attaches, 1)))
+    for attach in writer.attaches:
+        driver.apply(DetachRank(attach))
+    driver.apply(EngineGone("w", writer.epoch))
+    reader = driver.apply(RegisterEngine("r", "c", b"ns", 16, 4, (layout.fingerprint,), 1))
+    assert isinstance(reader, Registered)
+    assert vitals(driver.node, 10**9).overdue_ns == 0
+    pinned = driver.apply(AcquirePrefix("r", reader.epoch, 1, key, 1_000))
+    assert isinstance(pinned, Opened)
+    assert pinned.cached_tokens == 4
+    due = driver.node.state.now + 1_000
+    assert [vitals(driver.node, now).overdue_ns for now in (due - 3, due, due + 7)] == [-3, 0, 7]
+    driver.apply(Tick(), passes=2_000)
+    assert driver.counters["expired_lease"] == 1
+    assert vitals(driver.node, 10**9).overdue_ns == 0
