@@ -154,9 +154,14 @@ def ask(channel: socket.socket, question: dict[str, Any]) -> tuple[dict[str, Any
     try:
         with contextlib.suppress(PeerUnreachable):  # refused before it heard us: the reason lies in the socket
             send_json(channel, question)
-        payload, fds = receive_json(channel)
+        return hear(channel)
     except PeerUnreachable as error:
         raise NotReady(f"the connection to the node broke ({error}); attach again") from error
+
+
+def hear(channel: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """A JSON object that comes, and descriptors with it. Raises the error that it names, PeerUnreachable."""
+    payload, fds = receive_json(channel)
     if "error" in payload:
         raise _typed(payload["error"])
     return payload, fds

@@ -54,6 +54,7 @@ class AttachedEngine:
             undo.callback(channel.close)
             self.client = EngineClient(
                 channel,
+                attachment=attachment,
                 engine=name,
                 group=group,
                 namespace=namespace,

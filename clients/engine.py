@@ -7,23 +7,25 @@ boot of the daemon (the daemon stored the reply, so the repeat is harmless).
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import grpc
 
 from kvmanager import __version__
+from kvmanager.clients.attach import Attachment
 from kvmanager.clients.keys import probe_key
-from kvmanager.errors import DaemonError, KVError, LimitExceeded, NotReady, StaleBoot, Suspect, Unauthorized
+from kvmanager.clients.sessionstream import CallStream, FrameStream, Stream, StreamEnd, end_of_rpc
+from kvmanager.errors import DaemonError, KVError, LimitExceeded, NotReady, Suspect
 from kvmanager.killpoints import reach
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.units import MILLISECOND_NS
-from kvmanager.wire import ERROR_METADATA_KEY, WIRE_VERSION, error_from_proto, error_from_rpc, pack_u32, pack_u64
+from kvmanager.wire import WIRE_VERSION, error_from_proto, error_from_rpc, pack_u32, pack_u64
 
 STEP_TIMEOUT_S: Final = 30.0
 """The daemon answers a step from memory; one that takes this long is not answering."""
@@ -76,44 +78,6 @@ class _Inbox:
     draining: str = ""
 
 
-class _Stream:
-    """One Session call: a queue going out, a thread reading in."""
-
-    def __init__(
-        self, stub: pb_grpc.EngineStub, deliver: Callable[[pb.StepReply], None], ended: Callable[[_Stream], None]
-    ) -> None:
-        self.error: grpc.RpcError | None = None
-        """Why the call ended; None while it runs and after a clean end."""
-        self._outgoing: queue.SimpleQueue[pb.StepRequest | None] = queue.SimpleQueue()
-        self._call = stub.Session(self._requests())
-        self._thread = threading.Thread(target=self._read, args=(deliver, ended), name="session-reader", daemon=True)
-        self._thread.start()
-
-    def _requests(self) -> Iterator[pb.StepRequest]:
-        while (message := self._outgoing.get()) is not None:
-            yield message
-
-    def _read(self, deliver: Callable[[pb.StepReply], None], ended: Callable[[_Stream], None]) -> None:
-        try:
-            for reply in self._call:
-                deliver(reply)
-        except grpc.RpcError as error:
-            self.error = error
-        finally:
-            self._outgoing.put(None)
-            ended(self)
-
-    def send(self, message: pb.StepRequest) -> None:
-        self._outgoing.put(message)
-
-    def close(self, timeout_s: float) -> None:
-        """Half-closes and waits for the daemon's end; cancels the call when that does not come."""
-        self._outgoing.put(None)
-        self._thread.join(timeout_s)
-        self._call.cancel()
-        self._thread.join()
-
-
 class EngineClient:
     """A registered engine. One thread calls it; a thread of its own reads the stream."""
 
@@ -121,6 +85,7 @@ class EngineClient:
         self,
         channel: grpc.Channel,
         *,
+        attachment: Attachment | None = None,
         engine: str,
         group: str,
         namespace: pb.Namespace,
@@ -131,6 +96,7 @@ class EngineClient:
     ) -> None:
         """Registers, which ends an older epoch of the same name. Raises the daemon's typed error.
 
+        `attachment`: this process's, on the daemon's node; then the session goes over `calls.sock`, else by gRPC.
         `renew` attaches once more after the daemon was replaced, and gives its boot id: then the session goes on with
         the same epoch, numbers and pages. It raises NotReady while there is no daemon, StaleBoot when it is a new one
         that knows nothing of us. Without it a session ends with its daemon. `noticed` is called by the reader thread
@@ -168,8 +134,13 @@ class EngineClient:
         """(hits, misses) of the hot buffers since the registration, sent with the next message; set by the worker."""
         self._changed = threading.Condition()
         self._inbox = _Inbox()
-        self._stream: _Stream | None = None
-        self._ended: _Stream | None = None
+        self._open_stream: Callable[[], Stream] = (
+            partial(CallStream, self._engine_stub, self._deliver, self._note_end)
+            if attachment is None
+            else partial(FrameStream, attachment, self._deliver, self._note_end)
+        )
+        self._stream: Stream | None = None
+        self._ended: Stream | None = None
 
     @property
     def draining(self) -> str:
@@ -241,14 +212,14 @@ class EngineClient:
         self._last = self._unanswered = message
         message.boot_id = self.boot_id
         broken = self._send(message, deadline)
-        if broken is not None and _is_connection_lost(broken.error) and self._renew is None:
+        if broken is not None and broken.end.lost and self._renew is None:
             broken = self._send(message, deadline)
-        while broken is not None and self._may_go_on(broken.error) and time.monotonic() < deadline:
+        while broken is not None and self._may_go_on(broken.end) and time.monotonic() < deadline:
             self._come_back(deadline)
             message.boot_id = self.boot_id
             broken = self._send(message, deadline)
         if broken is not None:
-            if broken.error is not None and not _is_connection_lost(broken.error):
+            if broken.end.error is not None and not broken.end.lost:
                 self._number -= 1  # refused as a whole: the daemon did not count it
                 self._unanswered = None
             raise self._end_of(broken)
@@ -256,9 +227,9 @@ class EngineClient:
         with self._changed:
             return self._inbox.replies.pop(message.number)
 
-    def _may_go_on(self, error: grpc.RpcError | None) -> bool:
+    def _may_go_on(self, end: StreamEnd) -> bool:
         """Whether the session goes on once we have attached anew."""
-        return self._renew is not None and _is_daemon_replaced(error)
+        return self._renew is not None and end.replaced
 
     def _come_back(self, deadline: float) -> None:
         """Attaches anew. Raises NotReady when no daemon is there in time, StaleBoot when it does not know us."""
@@ -280,7 +251,7 @@ class EngineClient:
         self._last.boot_id = self.boot_id
         broken = self._send(self._last, deadline)
         while broken is not None:
-            if not self._may_go_on(broken.error) or time.monotonic() > deadline:
+            if not self._may_go_on(broken.end) or time.monotonic() > deadline:
                 raise self._end_of(broken)
             self._come_back(deadline)
             self._last.boot_id = self.boot_id
@@ -288,11 +259,11 @@ class EngineClient:
         with self._changed:
             self._inbox.replies.pop(self._last.number)
 
-    def _send(self, message: pb.StepRequest, deadline: float) -> _Stream | None:
+    def _send(self, message: pb.StepRequest, deadline: float) -> Stream | None:
         """One try: None once the reply is there, else the stream that ended instead. Raises NotReady."""
         with self._changed:
             if self._stream is None or self._stream is self._ended:
-                self._stream = _Stream(self._engine_stub, self._deliver, self._note_end)
+                self._stream = self._open_stream()
             stream = self._stream
         reach("engine.step.before_send")
         stream.send(message)
@@ -305,10 +276,9 @@ class EngineClient:
         if not self._changed.wait_for(done, max(deadline - time.monotonic(), 0.0)):
             raise NotReady(f"no reply to step {number} of {self.name}; see `kvmanager status` of the node")
 
-    def _end_of(self, stream: _Stream) -> KVError:
-        if stream.error is None:
-            return Suspect(f"the daemon ended the session of {self.name}; attach and register again")
-        return error_from_rpc(stream.error)
+    def _end_of(self, stream: Stream) -> KVError:
+        ended = Suspect(f"the daemon ended the session of {self.name}; attach and register again")
+        return stream.end.error or ended
 
     def _result(self, reply: pb.StepReply) -> StepResult:
         residency: dict[int, list[pb.Residency]] = {}
@@ -337,7 +307,7 @@ class EngineClient:
         """
         deadline = time.monotonic() + timeout_s
         opened, ended = self._wait_for_notice(request_id, deadline)
-        while opened is None and ended is not None and self._may_go_on(ended.error) and time.monotonic() < deadline:
+        while opened is None and ended is not None and self._may_go_on(ended.end) and time.monotonic() < deadline:
             self._take_up(deadline)
             opened, ended = self._wait_for_notice(request_id, deadline)
         if opened is None:
@@ -348,7 +318,7 @@ class EngineClient:
             raise error_from_proto(opened.error)
         return opened
 
-    def _wait_for_notice(self, request_id: int, deadline: float) -> tuple[pb.OpenReply | None, _Stream | None]:
+    def _wait_for_notice(self, request_id: int, deadline: float) -> tuple[pb.OpenReply | None, Stream | None]:
         """(the notice, the stream that ended before it), None for what is not. Raises the request's error."""
         with self._changed:
             inbox, stream = self._inbox, self._stream
@@ -389,7 +359,7 @@ class EngineClient:
             except grpc.RpcError as error:
                 reason = error_from_rpc(error)
                 late = time.monotonic() > deadline
-                if not late and not isinstance(reason, NotReady) and self._may_go_on(error):
+                if not late and not isinstance(reason, NotReady) and self._may_go_on(end_of_rpc(error)):
                     self._take_up(deadline)
                     continue
                 if not isinstance(reason, NotReady) or late:
@@ -426,31 +396,11 @@ class EngineClient:
         elif what == "draining":
             self._inbox.draining = notice.draining
 
-    def _note_end(self, stream: _Stream) -> None:
+    def _note_end(self, stream: Stream) -> None:
         """Reader thread: the stream is over."""
         with self._changed:
             self._ended = stream
             self._changed.notify_all()
-
-
-_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-
-
-def _is_connection_lost(error: grpc.RpcError | None) -> bool:
-    """Whether the stream broke underneath, as opposed to the daemon ending it with an answer.
-
-    A daemon that dies while it answers may leave its calls cancelled; it never cancels one as an answer.
-    """
-    if not isinstance(error, grpc.Call) or error.code() not in _BROKEN:
-        return False
-    return all(key != ERROR_METADATA_KEY for key, _ in error.trailing_metadata() or ())
-
-
-def _is_daemon_replaced(error: grpc.RpcError | None) -> bool:
-    """Whether a call ended because its daemon did, or met one that came after it."""
-    if error is None or _is_connection_lost(error):
-        return error is not None
-    return isinstance(error_from_rpc(error), (StaleBoot, NotReady, Suspect, Unauthorized))
 
 
 def refusal_pause_s(error: KVError) -> float | None:

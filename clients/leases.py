@@ -203,8 +203,8 @@ class CacheEngine:
             channel = grpc_channel(self._attachment)
             undo.callback(channel.close)
             self.client = EngineClient(
-                channel, engine=name, group=group, namespace=namespace, layout_fingerprints=[layout.fingerprint],
-                ranks=ranks, renew=self._attach_again,
+                channel, attachment=self._attachment, engine=name, group=group, namespace=namespace,
+                layout_fingerprints=[layout.fingerprint], ranks=ranks, renew=self._attach_again,
             )  # fmt: skip
             epoch = self.client.epoch
             self.workers = WorkerGroup([connect_worker(runtime_dir, name, epoch, rank) for rank in range(ranks)])

@@ -1134,6 +1134,7 @@ class StepReply(_message.Message):
     HOT_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
     NOTICES_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """sequence number of the StepRequest; 0: notices only"""
     boot_id: _builtins.int
@@ -1162,6 +1163,10 @@ class StepReply(_message.Message):
     def notices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Notice]:
         """all not yet acknowledged"""
 
+    @_builtins.property
+    def end(self) -> Global___Error:
+        """on calls.sock: the session ends for this reason, or in order when it has none"""
+
     def __init__(
         self,
         *,
@@ -1173,10 +1178,11 @@ class StepReply(_message.Message):
         hot: _abc.Iterable[Global___HotPages] | None = ...,
         errors: _abc.Iterable[Global___RequestError] | None = ...,
         notices: _abc.Iterable[Global___Notice] | None = ...,
+        end: Global___Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "errors", b"errors", "growth", b"growth", "hot", b"hot", "notices", b"notices", "number", b"number", "opened", b"opened", "residency", b"residency"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "end", b"end", "errors", b"errors", "growth", b"growth", "hot", b"hot", "notices", b"notices", "number", b"number", "opened", b"opened", "residency", b"residency"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -84,7 +84,8 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """One numbered message a step with all operations. The stream's end makes the engine suspect.
+        """One numbered message a step with all operations. The stream's end makes the engine suspect. The same messages go as
+        frames over calls.sock, which spares most of their way (kvmanager/services/sessionframes.py).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

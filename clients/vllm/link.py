@@ -61,7 +61,7 @@ class _Connection:
             channel = grpc_channel(self.attachment)
             undo.callback(channel.close)
             self.client = EngineClient(
-                channel, engine=settings.engine, group=settings.group, namespace=namespace,
+                channel, attachment=self.attachment, engine=settings.engine, group=settings.group, namespace=namespace,
                 layout_fingerprints=[fingerprint], ranks=ranks, renew=self.attachment.renew,
                 noticed=noticed,
             )  # fmt: skip

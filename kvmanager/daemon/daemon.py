@@ -75,6 +75,8 @@ from kvmanager.services.grpcserver import grpc_server, serve_all
 from kvmanager.services.operator_service import OperatorService
 from kvmanager.services.peer_service import PeerService
 from kvmanager.services.peerdoor import PeerDoor
+from kvmanager.services.sessionframes import SessionFrames
+from kvmanager.services.sessionsteps import SessionSteps
 from kvmanager.services.worker_service import WorkerService
 from kvmanager.units import MILLISECOND_NS, format_bytes
 
@@ -202,17 +204,12 @@ class Daemon:
         self._fence = Fence(fence.action, self._membership, attach_server)
         self._workers = WorkerService(self._boot_id, self._loop, self._groups, callers, self._membership, self._regions)
         cache = CacheAnswers(self._boot_id, self._loop, self._membership, self._gate, self._watch.calls.observe)
-        self._calls = CallDoor(runtime_dir, self._boot_id, callers, cache.answer)
+        steps = SessionSteps(
+            self._boot_id, self._loop, self._node, self._membership, self._hub, self._gate, self._watch.meter.hot_rows
+        )
+        self._calls = CallDoor(runtime_dir, self._boot_id, callers, cache.answer, SessionFrames(steps, fence).serve)
         engines = EngineService(
-            self._boot_id,
-            self._loop,
-            self._node,
-            callers,
-            self._membership,
-            self._hub,
-            self._gate,
-            cache,
-            self._watch.meter.hot_rows,
+            self._boot_id, self._loop, self._node, callers, self._membership, self._hub, self._gate, steps, cache
         )
         self._door = PeerDoor(self._config.peer, self._certificates)
         address = self._door.address or str(runtime_dir)

@@ -2,11 +2,13 @@
 
 Mapped memory can't be taken from a live process. So either its processes are ended, or what it holds is held on:
 `[fence] action`. Suspect means that its stream broke, or that it does not read what it is sent, or that its process
-answers no sign of life (`ping_ms`, `silence_ms`): HTTP/2 pings are answered by the client's gRPC threads, so a
-stopped process does not answer and an idle one does. Behind a live stream a rank that is stopped or hangs is known by
-its timeline, which stands still while a fence waits for it (`stall_ms`): its process is ended or held. What hangs while
-no work waits for it can't be told from what is idle, and is never ended; nor is an engine with a live stream that is
-suspect for another reason, a lost rank, say.
+answers no sign of life (`ping_ms`, `silence_ms`): pings are answered by the reader thread of its session
+(`sessionframes.py`), or by its gRPC threads, so a stopped process does not answer and an idle one does; nor does one
+whose session goes over frames while it holds Python's lock all that time.
+
+Behind a live stream a rank that is stopped or hangs is known by its timeline, which stands still while a fence waits
+for it (`stall_ms`): its process is ended or held. What hangs while no work waits for it can't be told from what is
+idle, and is never ended; nor is an engine with a live stream that is suspect for another reason, a lost rank, say.
 """
 
 from __future__ import annotations

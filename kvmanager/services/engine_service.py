@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import grpc
 
 from kvmanager import __version__
-from kvmanager.core.events import EngineResumed, Opened, Registered
+from kvmanager.core.events import Registered
 from kvmanager.core.node import Node
 from kvmanager.daemon.attach import ClientIdentity
 from kvmanager.daemon.clientnotes import ClientNote, EngineNote
-from kvmanager.daemon.compatibility import check_ticket
 from kvmanager.daemon.loop import OwnerLoop
 from kvmanager.daemon.membership import Membership, Registration
-from kvmanager.daemon.sessions import SessionHub, SessionStream
-from kvmanager.errors import InvalidArgument, KVError, LayoutMismatch, Unauthorized, VersionMismatch
+from kvmanager.daemon.sessions import SessionHub
+from kvmanager.errors import KVError, LayoutMismatch, Unauthorized, VersionMismatch
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.services.cacheanswers import Asker, CacheAnswers
 from kvmanager.services.callers import Callers, typed
-from kvmanager.services.gate import Gate, check_boot
-from kvmanager.services.messages import check_token_ids, register_event, step_event
+from kvmanager.services.gate import Gate
+from kvmanager.services.messages import register_event
 from kvmanager.services.refusedlog import RefusedLog
+from kvmanager.services.sessionsteps import SessionSteps
 from kvmanager.wire import MESSAGE_MAX_BYTES, WIRE_VERSION, abort_with, error_to_proto
 
 PAGES_PER_CALL = 1 << 20
@@ -46,11 +47,10 @@ class EngineService(pb_grpc.EngineServicer):
         membership: Membership,
         hub: SessionHub,
         gate: Gate,
+        steps: SessionSteps,
         cache: CacheAnswers,
-        hot_rows: Callable[[str, int, int, int], None],
     ) -> None:
-        """`hot_rows(engine, epoch, hits, misses)` is told what engines report."""
-        self._hot_rows = hot_rows
+        self._steps = steps
         self._cache = cache
         self._boot_id = boot_id
         self._loop = loop
@@ -108,77 +108,25 @@ class EngineService(pb_grpc.EngineServicer):
         self, request_iterator: Iterator[pb.StepRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.StepReply]:
         """Steps in, replies and notices out."""
+        messages = _until_broken(request_iterator)
         try:
             token = self._callers.who(context, "engine").token
-            first = _first(request_iterator)
+            first = next(messages, None)
             if first is None:
                 return
-            check_boot(first, self._boot_id)
-            key = (self._membership.engine_of(token, first.epoch), first.epoch)
+            with self._steps.session(token, first) as stream:
+                threading.Thread(
+                    target=self._steps.read,
+                    args=(stream, itertools.chain((first,), messages)),
+                    name=f"session-{stream.key[0]}",
+                    daemon=True,
+                ).start()
+                while (message := stream.get()) is not None:
+                    if isinstance(message, KVError):
+                        raise message
+                    yield message
         except KVError as error:
             abort_with(context, error)
-        self._membership.stream_opened(*key)
-        stream = self._hub.open(key)
-        try:
-            self._loop.call(EngineResumed(*key))
-            reader = threading.Thread(
-                target=self._read, args=(stream, first, request_iterator), name=f"session-{key[0]}", daemon=True
-            )
-            reader.start()
-            while (message := stream.get()) is not None:
-                if isinstance(message, KVError):
-                    raise message
-                yield message
-        except KVError as error:
-            abort_with(context, error)
-        finally:
-            self._hub.closed(stream)
-            self._membership.stream_ended(*key)
-
-    def _read(self, stream: SessionStream, first: pb.StepRequest, rest: Iterator[pb.StepRequest]) -> None:
-        """Reader thread of one stream; ends it when the client does, or at the first message that can't be read."""
-        try:
-            self._step(stream, first)
-            for message in rest:
-                self._step(stream, message)
-        except KVError as error:
-            stream.end(error)
-        except grpc.RpcError:
-            _log.warning("the session of %s broke", stream.key[0])
-        finally:
-            self._loop.settle()  # what the client sent is answered first
-            stream.end()
-
-    def _step(self, stream: SessionStream, message: pb.StepRequest) -> None:
-        check_boot(message, self._boot_id)
-        if message.epoch != stream.key[1]:
-            raise InvalidArgument(
-                f"step {message.number} names epoch {message.epoch}, this stream began with epoch {stream.key[1]}; "
-                "open a stream for each epoch"
-            )
-        registration = self._membership.registration(*stream.key)
-        event = step_event(stream.key[0], message, registration.namespace)
-        if message.HasField("hot_rows"):
-            self._hot_rows(*stream.key, message.hot_rows.hits, message.hot_rows.misses)
-        admitted = []
-        refused = []
-        for entry, wanted in zip(message.open, event.opens, strict=True):
-            try:
-                self._check_open(entry, registration)
-                admitted.append(wanted)
-            except KVError as error:
-                refused.append(Opened(wanted.request_id, "refused", error=error))
-        named = tuple(wanted.request_id for wanted in event.opens)
-        answer = self._hub.answer(stream, self._node, named, tuple(refused))
-        self._loop.send(replace(event, opens=tuple(admitted)), answer)
-
-    def _check_open(self, entry: pb.OpenRequest, registration: Registration) -> None:
-        """Raises what no state of the core can change: it drains, token ids lack, the ticket is another's."""
-        self._gate.check()
-        check_token_ids(registration.namespace, entry.prompt_keys, entry.prompt_token_ids, "prompt_token_ids")
-        if entry.HasField("ticket"):
-            kv_format = self._node.state.groups[registration.group].spec.kv_format
-            check_ticket(entry.ticket, registration.namespace, kv_format)
 
     @typed
     def Lookup(self, request: pb.LookupRequest, context: grpc.ServicerContext) -> pb.LookupReply:
@@ -237,9 +185,9 @@ def _check_version(request: pb.RegisterRequest) -> None:
         )
 
 
-def _first(messages: Iterator[pb.StepRequest]) -> pb.StepRequest | None:
-    """The message that a stream begins with; None when the client left before it."""
+def _until_broken(messages: Iterator[pb.StepRequest]) -> Iterator[pb.StepRequest]:
+    """The messages of a stream; they also end where it breaks."""
     try:
-        return next(messages, None)
+        yield from messages
     except grpc.RpcError:
-        return None
+        _log.warning("a session broke")

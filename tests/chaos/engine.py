@@ -66,7 +66,8 @@ class ChaosEngine(AttachedEngine):
             undo.callback(channel.close)
             layouts = [LAYOUT] if side == "source" else SPARSE_LAYOUTS
             self.client = EngineClient(
-                channel, engine=name, group=GROUP if side == "source" else "decode-0", namespace=NAMESPACE,
+                channel, attachment=attachment, engine=name, group=GROUP if side == "source" else "decode-0",
+                namespace=NAMESPACE,
                 layout_fingerprints=[layout.fingerprint for layout in layouts], ranks=len(self._ours), renew=renew,
             )  # fmt: skip
             epoch = self.client.epoch

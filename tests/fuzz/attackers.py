@@ -168,6 +168,32 @@ class Attackers:
 
     def step(self, dice: random.Random) -> str:
         """A step of a registered engine, right in its number and wrong in all else."""
+        client, message = self._engine(), self._a_step(dice)
+        said = self._send("step", lambda: next(client._engine_stub.Session(iter([message]), timeout=PATIENCE_S)))
+        if said == "step OK":
+            client._number += 1
+        return said
+
+    def session_at_the_calls(self, dice: random.Random) -> str:
+        """The same on the socket for calls, perhaps damaged, with anything in front of it or behind."""
+        client, step = self._engine(), self._a_step(dice).SerializeToString()
+        frames = [_frame(noise.damaged(dice, step) if dice.random() < 0.2 else step)]
+        for _ in range(dice.randrange(3)):
+            other = _frame(b"") if dice.random() < 0.5 else noise.frame(dice)[0]
+            frames.insert(dice.randrange(2) and len(frames), other)
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.connect(os.fspath(self._dir / CALLS_SOCKET))
+            channel.settimeout(PATIENCE_S)
+            with contextlib.suppress(OSError):  # it has closed by now
+                greeting = {"token": self._engine_token(), "for": "session"}
+                channel.sendall(_frame(json.dumps(greeting).encode()) + b"".join(frames))
+                channel.shutdown(socket.SHUT_WR)
+            said = _until_closed(channel)
+        numbers = [pb.StepReply.FromString(payload).number for payload in _payloads(said)[1:]]
+        client._number += client._number + 1 in numbers
+        return "session frames" if any(numbers) else "session frames, refused"
+
+    def _a_step(self, dice: random.Random) -> pb.StepRequest:
         client = self._engine()
         message = pb.StepRequest()
         noise.fill(dice, message, self._known)
@@ -183,10 +209,7 @@ class Attackers:
             entry.ClearField("ticket") if dice.random() < 0.8 else self._make_true(dice, entry.ticket)
             if dice.random() < 0.8:
                 _be_a_prompt(dice, entry)
-        said = self._send("step", lambda: next(client._engine_stub.Session(iter([message]), timeout=PATIENCE_S)))
-        if said == "step OK":
-            client._number += 1
-        return said
+        return message
 
     def _make_true(self, dice: random.Random, message: Message) -> None:
         """Numbers that the daemon would stop at first are the right ones, mostly."""
@@ -223,6 +246,18 @@ def _frame(payload: bytes) -> bytes:
     return struct.pack("<II", len(payload), 0) + payload
 
 
+def _payloads(data: bytes) -> list[bytes]:
+    """Of frames without descriptors. Raises Broke where one is cut off."""
+    payloads = []
+    while data:
+        size, fds = struct.unpack_from("<II", data)
+        if fds or len(data) < 8 + size:
+            raise Broke(f"half a frame of {size} bytes and {fds} descriptors")
+        payloads.append(data[8 : 8 + size])
+        data = data[8 + size :]
+    return payloads
+
+
 def _be_rows(dice: random.Random, rows: pb.RequestVector) -> None:
     """Arrays that fit together, of requests that may be there and counts that may be."""
     count = dice.randrange(4)
@@ -255,12 +290,14 @@ def _tame(message: Message) -> None:
         message.checksum_spans %= 8
 
 
-def _until_closed(channel: socket.socket) -> None:
+def _until_closed(channel: socket.socket) -> bytes:
     """Reads what comes; a server that neither answers nor closes is found by the time-out."""
+    came = b""
     try:
-        while channel.recv(65536):
-            pass
+        while data := channel.recv(65536):
+            came += data
     except TimeoutError as error:
         raise Broke(f"a half-closed connection was left open for {PATIENCE_S} s") from error
     except ConnectionError:
         pass
+    return came

@@ -32,6 +32,7 @@ class _Engine:
         self.channel = grpc_channel(self._attachment)
         self.client = EngineClient(
             self.channel,
+            attachment=self._attachment,
             engine="engine",
             group=nodes.GROUP,
             namespace=NAMESPACE,
@@ -62,7 +63,7 @@ def main() -> int:
     first, count, end_s = int(sys.argv[3]), int(sys.argv[4]), time.monotonic() + float(sys.argv[5])
     engine = _Engine(runtime_dir)
     attackers = Attackers(runtime_dir, lambda: engine.client, lambda: engine.channel, lambda: engine.token, KNOWN)
-    calls = (attackers.any_call, attackers.step)
+    calls = (attackers.any_call, attackers.step, attackers.session_at_the_calls)
     doors = (
         attackers.bytes_at_the_door, attackers.bytes_at_grpc,
         attackers.bytes_at_the_calls, attackers.bytes_at_the_mover,

@@ -102,8 +102,8 @@ class _Engine(AttachedEngine):
         self._attachment = attach(runtime_dir, "engine", name)
         self._channel = grpc_channel(self._attachment)
         self.client = EngineClient(
-            self._channel, engine=name, group=group, namespace=NAMESPACE, layout_fingerprints=[LAYOUT.fingerprint],
-            ranks=ranks, renew=self._renew,
+            self._channel, attachment=self._attachment, engine=name, group=group, namespace=NAMESPACE,
+            layout_fingerprints=[LAYOUT.fingerprint], ranks=ranks, renew=self._renew,
         )  # fmt: skip
         processes = RankProcesses(runtime_dir, name, self.client.epoch, ranks, meeting, backend)
         self.workers = processes  # type: ignore[assignment]

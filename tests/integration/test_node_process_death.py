@@ -24,6 +24,7 @@ from nodes_support import (
 )
 
 from kvmanager.clients.engine import RequestStep
+from kvmanager.clients.sessionstream import StreamEnd
 from kvmanager.errors import KVError
 from kvmanager.protos import kvmanager_pb2 as pb
 
@@ -135,7 +136,7 @@ def test_sigterm_with_an_engine_that_does_not_listen(tmp_path) -> None:
         keeper.send_signal(signal.SIGTERM)
         assert keeper.wait(10) == 0
         engine.client._stream._thread.join(5)
-        assert engine.client._stream.error is None
+        assert engine.client._stream.end == StreamEnd()
         with pytest.raises(KVError):
             engine.close()
 

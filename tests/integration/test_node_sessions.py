@@ -24,6 +24,7 @@ from nodes_support import (
 
 from kvmanager.clients.attached_engine import AttachedEngine
 from kvmanager.clients.engine import RequestStep
+from kvmanager.clients.sessionstream import StreamEnd
 from kvmanager.errors import InvalidArgument, Suspect
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import error_from_rpc
@@ -83,8 +84,7 @@ def test_a_cancelled_stream_is_taken_up_in_the_same_epoch(served: Node, engine: 
     opened = engine.open(open_of(1, tokens))
     fill(engine, device_pages(opened), seed=2)
     broken = engine.client._stream
-    broken._call.cancel()
-    broken._thread.join()
+    broken.abandon()
     wait_for(lambda: state_of(served) == "suspect")
     assert served.admin.status().engines[0].requests == 1
     reply = one_step(engine, message(engine, 1, open=[open_of(1, tokens)]))
@@ -110,7 +110,7 @@ def test_an_old_stream_is_ended_by_a_new_one(engine: AttachedEngine) -> None:
     old = engine.client._stream
     assert one_step(engine, message(engine, 2)).number == 2
     old._thread.join()
-    assert old.error is None, "an orderly end"
+    assert old.end == StreamEnd(), "an orderly end"
     engine.client._number = 2
     engine.step()
 
@@ -126,7 +126,7 @@ def test_replies_are_kept_for_a_while_only(engine: AttachedEngine) -> None:
 def test_a_suspect_engine_is_given_nothing_until_it_opens_a_stream(served: Node, engine: AttachedEngine) -> None:
     engine.open(open_of(1, tokens_of(3, SPAN)))
     engine.step([RequestStep(1, SPAN, SPAN)])
-    engine.client._stream._call.cancel()
+    engine.client._stream.abandon()
     wait_for(lambda: state_of(served) == "suspect")
     engine.client._renew = None  # a client that does not come back by itself
     with pytest.raises(Suspect, match="open a new session stream first"):

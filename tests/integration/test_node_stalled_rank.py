@@ -79,8 +79,8 @@ def split_engine(served: Node) -> Iterator[SplitEngine]:
     attachment = attach(served.runtime_dir, "engine", "engine")
     channel = grpc_channel(attachment)
     client = EngineClient(
-        channel, engine="engine", group=GROUP, namespace=NAMESPACE, layout_fingerprints=[LAYOUT.fingerprint],
-        ranks=RANKS,
+        channel, attachment=attachment, engine="engine", group=GROUP, namespace=NAMESPACE,
+        layout_fingerprints=[LAYOUT.fingerprint], ranks=RANKS,
     )  # fmt: skip
     with script(RANK, str(served.runtime_dir), str(client.epoch)) as process:
         engine = SplitEngine(served, process, client)

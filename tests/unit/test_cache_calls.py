@@ -64,7 +64,7 @@ class Daemon:
         return self.answered(call)
 
     def start(self) -> None:
-        self.door = CallDoor(self.path, 7, Callers(self), self.answer)
+        self.door = CallDoor(self.path, 7, Callers(self), self.answer, lambda *_: None)
         self.door.start()
 
     def stop(self) -> None:
@@ -258,7 +258,11 @@ def _enter(daemon: Daemon) -> socket.socket:
     return channel
 
 
-@pytest.mark.parametrize("hello", [b"{}", b'{"token": 1}', b'{"token": "x", "role": "engine"}', b"[]", b"\xff", b""])
+@pytest.mark.parametrize(
+    "hello",
+    [b"{}", b'{"token": 1}', b'{"token": "x", "role": "engine"}', b'{"for": "session"}',
+     b'{"token": "x", "for": "all"}', b'{"token": "x", "for": ["session"]}', b"[]", b"\xff", b""],
+)  # fmt: skip
 def test_what_is_no_greeting_is_refused(daemon: Daemon, hello: bytes) -> None:
     with _knock(daemon) as channel:
         send_frame(channel, hello)
@@ -327,6 +331,42 @@ def test_connections_are_limited(daemon: Daemon) -> None:
         channel.close()
 
 
+def test_sessions_pass_the_same_checks_and_have_a_limit_of_their_own(daemon: Daemon) -> None:
+    served, go_on = threading.Semaphore(0), threading.Event()
+
+    def serve(_channel: socket.socket, token: str) -> None:
+        assert token == TOKEN
+        served.release()
+        go_on.wait(WAIT_S)
+
+    assert daemon.door is not None
+    daemon.door._serve_session = serve
+    calls = _enter(daemon)
+
+    def knock(token: str = TOKEN) -> tuple[socket.socket, dict[str, Any]]:
+        channel = _knock(daemon)
+        send_json(channel, {"token": token, "for": "session"})
+        return channel, receive_json(channel)[0]
+
+    held = [calls]
+    for _ in range(OF_ONE_CLIENT):
+        channel, said = knock()
+        held.append(channel)
+        assert said == {"boot_id": 7}
+        assert served.acquire(timeout=WAIT_S)
+    for token, reason in ((TOKEN, "LIMIT_EXCEEDED"), ("x", "UNAUTHORIZED"), ("operator", "UNAUTHORIZED")):
+        channel, said = knock(token)
+        held.append(channel)
+        assert said["error"]["reason"] == reason
+    daemon.uid += 1
+    channel, said = knock()
+    held.append(channel)
+    assert f"of uid {daemon.uid}, not of uid {os.getuid()}" in said["error"]["message"]
+    go_on.set()
+    for channel in held:
+        channel.close()
+
+
 def test_who_says_nothing_is_let_go(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvmanager.services.calldoor.HELLO_DEADLINE_S", 0.05)
     with _knock(daemon) as channel:
@@ -334,7 +374,7 @@ def test_who_says_nothing_is_let_go(daemon: Daemon, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_door_that_never_opened_closes(tmp_path: Path) -> None:
-    CallDoor(tmp_path, 1, Callers(Daemon(tmp_path)), lambda *_: pb.CacheAnswer()).close()
+    CallDoor(tmp_path, 1, Callers(Daemon(tmp_path)), lambda *_: pb.CacheAnswer(), lambda *_: None).close()
     assert list(tmp_path.iterdir()) == []
 
 
