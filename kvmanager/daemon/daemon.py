@@ -123,7 +123,7 @@ class Daemon:
         self._certificates = Certificates(config.tls) if config.tls.present else None
         self._watch = Watch(
             config.node.name, config.health, config.metrics, config.lease.grace_ns,
-            self._node.state.counters, lambda: self.state, http_tls(self._certificates, config.metrics.listen),
+            self._node.state, lambda: self.state, http_tls(self._certificates, config.metrics.listen),
             None if keeper is None else keeper.alive,
         )  # fmt: skip
         self._streams = KvStreams(config, self._node, self._boot_id, self._fail)
@@ -248,7 +248,7 @@ class Daemon:
         if self._history is not None:
             self._history.start()
         self._loop.start()
-        self._watch.start(self._loop, self._mover)
+        self._watch.start(self._loop, self._mover, lambda: 0 if self._history is None else self._history.dropped)
         for token in self._dead:
             self._membership.exited(token)
         self._server.start()

@@ -41,6 +41,9 @@ JOBS: Final[Mapping[str, Sequence[str]]] = {
     "spill": ("spill",),
     "extent_move": ("extent_move",),
     "lease_expiry": ("expired_ticket", "expired_lease"),
+    "host_eviction": ("host_eviction",),
+    "checksum": ("summed_page", "checked_page"),
+    "scrub": ("scrubbed_page",),
 }
 """Background job -> the core's counters of what it did."""
 _JOB_COUNTERS: Final = tuple(name for names in JOBS.values() for name in names)
@@ -49,9 +52,12 @@ _JOB_COUNTERS: Final = tuple(name for names in JOBS.values() for name in names)
 class Meter:
     """Counts and times. `registry` holds what Prometheus is told of it."""
 
-    def __init__(self, registry: CollectorRegistry, counters: Mapping[str, int]) -> None:
-        """`counters`: the core's own, read in the core."""
+    def __init__(
+        self, registry: CollectorRegistry, counters: Mapping[str, int], tenant_of: Callable[[str], str]
+    ) -> None:
+        """`counters`: the core's own, read in the core; so is `tenant_of(engine)`, "" for one that is not known."""
         self._counters = counters
+        self._tenant_of = tenant_of
         self._known = {job: self._done(job) for job in JOBS}
         self._all_done = sum(map(counters.__getitem__, _JOB_COUNTERS))
         self._began: dict[int, tuple[str, int, float]] = {}
@@ -75,6 +81,7 @@ class Meter:
         self._matched = Histogram(
             "kvmanager_match_tokens",
             "Tokens of a request's prompt that were found in the cache.",
+            ["tenant"],
             buckets=(0.0, *_TOKENS),
             registry=registry,
         )
@@ -96,11 +103,14 @@ class Meter:
             registry=registry,
         )
         self._refusals = Counter(
-            "kvmanager_refusals", "Answers and notices that were errors.", ["reason", "pool"], registry=registry
+            "kvmanager_refusals",
+            "Answers and notices that were errors.",
+            ["reason", "pool", "tenant"],
+            registry=registry,
         )
         self._jobs = Counter(
             "kvmanager_background_job_items",
-            "What background jobs did (spans, leases, extents), by what made them run: time, or another event.",
+            "What background jobs did (spans, leases, extents, pages), by what made them run: time, or another event.",
             ["job", "cause"],
             registry=registry,
         )
@@ -125,26 +135,28 @@ class Meter:
         timed.observe(took_s)
         if isinstance(event, Step) and event.opens:
             self._match.observe(took_s)
+        engine = getattr(event, "engine", "")
         for effect in effects:
-            self._effect(effect)
+            self._effect(effect, engine)
         if isinstance(event, PlanEnded):
             self._ended(event)
         self._note_jobs("tick" if kind is Tick else "triggered")
 
-    def _effect(self, effect: Effect) -> None:
+    def _effect(self, effect: Effect, engine: str) -> None:
+        """`engine`: who sent the event, if an engine did."""
         match effect:
             case SubmitPlan():
                 self._begin(effect.plan.plan_id, effect.plan.purpose.value, effect.plan.total_bytes)
             case StartPull():
                 self._begin(effect.plan_id, "", 0)
             case Replied():
-                self._answer(effect.answer)
+                self._answer(effect.answer, engine)
             case Notified():
                 notice = effect.notice
                 if notice.failed is not None:
-                    self._refused(notice.failed.error)
+                    self._refused(notice.failed.error, effect.engine)
                 if notice.ready is not None:
-                    self._opened(notice.ready)
+                    self._opened(notice.ready, effect.engine)
 
     def _begin(self, plan_id: int, purpose: str, size_bytes: int) -> None:
         if len(self._began) < _PLANS_MOST:
@@ -163,26 +175,26 @@ class Meter:
             self._copied.labels(purpose).inc(size_bytes)
             self.copied_bytes[purpose] = self.copied_bytes.get(purpose, 0) + size_bytes
 
-    def _answer(self, answer: object) -> None:
+    def _answer(self, answer: object, engine: str) -> None:
         if isinstance(answer, KVError):
-            self._refused(answer)
+            self._refused(answer, engine)
         elif isinstance(answer, StepDone):
             for opened in answer.opened:
-                self._opened(opened)
+                self._opened(opened, engine)
             errors = [grown.error for grown in answer.grown] + [failed.error for failed in answer.errors]
             for error in errors:
                 if error is not None:
-                    self._refused(error)
+                    self._refused(error, engine)
 
-    def _opened(self, opened: Opened) -> None:
+    def _opened(self, opened: Opened, engine: str) -> None:
         if opened.error is not None:
-            self._refused(opened.error)
+            self._refused(opened.error, engine)
         elif opened.state == "runnable":
-            self._matched.observe(opened.cached_tokens)
+            self._matched.labels(self._tenant_of(engine)).observe(opened.cached_tokens)
 
-    def _refused(self, error: KVError) -> None:
+    def _refused(self, error: KVError, engine: str) -> None:
         pool = error.pool if isinstance(error, CapacityError) else ""
-        self._refusals.labels(error.reason, pool).inc()
+        self._refusals.labels(error.reason, pool, self._tenant_of(engine)).inc()
 
     def _done(self, job: str) -> int:
         return sum(self._counters[name] for name in JOBS[job])

@@ -66,6 +66,16 @@ class NodeView:
     took_s: float = field(default=0.0)
 
 
+def tenants_of(state: State) -> Callable[[str], str]:
+    """In the core: the tenant of an engine by its name, "" for one that is not registered."""
+
+    def tenant(engine: str) -> str:
+        found = state.engines.get(engine)
+        return "" if found is None else state.tenants.name_of(found.namespace)
+
+    return tenant
+
+
 def view(node: Node) -> NodeView:
     """In the core: plain numbers, nothing that the core goes on to change."""
     began = time.perf_counter()
@@ -148,11 +158,14 @@ class NodeCollector(Collector):
         node: str,
         state: Callable[[], str],
         peers: Callable[[], dict[str, int]] = dict,
+        unrecorded: Callable[[], int] = lambda: 0,
     ) -> None:
         """`look(f)` runs f in the core; it raises NotReady when that takes too long.
 
-        `peers()`: those that the mover pulled from, by the way of their chunks.
+        `peers()`: those that the mover pulled from, by the way of their chunks. `unrecorded()`: events that the history
+        lacks.
         """
+        self._unrecorded = unrecorded
         self._look = look
         self._node = node
         self._state = state
@@ -174,6 +187,8 @@ class NodeCollector(Collector):
         text = "Peers that the mover pulled from, by the way their chunks take; measured: not decided yet."
         paths = [((path,), count) for path, count in self._peers().items()]
         yield _gauge("kvmanager_pull_peers", text, ("path",), paths)
+        text = "Events that are missing in the history: it fell behind, or could not be written."
+        yield CounterMetricFamily("kvmanager_history_dropped_events", text, value=self._unrecorded())
         try:
             seen: NodeView | None = self._look(view)
         except NotReady:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from grpc_health.v1 import health, health_pb2
@@ -13,12 +13,13 @@ from prometheus_client import CollectorRegistry, Gauge, process_collector
 
 from kvmanager.configuration.operationsconfig import HealthSection, MetricsSection
 from kvmanager.core.node import Node
+from kvmanager.core.state import State
 from kvmanager.errors import NotReady
 from kvmanager.keeper.deposits import SERVING
 from kvmanager.observing.health import Health, Sight, vitals
 from kvmanager.observing.httpprobes import HttpProbes, Tls
 from kvmanager.observing.meter import CallTimer, Meter
-from kvmanager.observing.metrics import NodeCollector, NodeView
+from kvmanager.observing.metrics import NodeCollector, NodeView, tenants_of
 
 T = TypeVar("T")
 _log = logging.getLogger("kvmanager.watch")
@@ -67,12 +68,14 @@ class Watch:
         limits: HealthSection,
         metrics: MetricsSection,
         lease_grace_ns: int,
-        counters: Mapping[str, int],
+        core: State,
         state: Callable[[], str],
         tls: Tls = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        """`state()`: starting, serving or draining. `tls`: for HTTP. Raises ConfigError when it can't listen.
+        """`core`: counters and tenants are read in it. `state()`: starting, serving or draining. `tls`: for HTTP.
+
+        Raises ConfigError when it can't listen.
 
         `on_progress(every_ms)` is called while the core makes progress, at least so often.
         """
@@ -86,7 +89,7 @@ class Watch:
         self.servicer = health.HealthServicer()
         self.registry = CollectorRegistry()
         process_collector.ProcessCollector(registry=self.registry)
-        self.meter = Meter(self.registry, counters)
+        self.meter = Meter(self.registry, core.counters, tenants_of(core))
         self.calls = CallTimer(self.registry)
         self._ready = Gauge("kvmanager_ready", "Whether the node is ready.", registry=self.registry)
         self._parts = Gauge(
@@ -101,10 +104,10 @@ class Watch:
         self._http = HttpProbes(metrics.listen, *probed, tls) if metrics.listen else None
         self.tell()
 
-    def start(self, loop: Loop, mover: Pinged) -> None:
-        """Begins to look, and to answer probes."""
+    def start(self, loop: Loop, mover: Pinged, unrecorded: Callable[[], int]) -> None:
+        """Begins to look, and to answer probes. `unrecorded()`: events that the history lacks."""
         self._loop, self._mover = loop, mover
-        self.registry.register(NodeCollector(self._look, self._name, self._state, mover.peers_by_path))
+        self.registry.register(NodeCollector(self._look, self._name, self._state, mover.peers_by_path, unrecorded))
         if self._http is not None:
             self._http.start()
         self._thread.start()

@@ -15,6 +15,7 @@ import grpc
 
 from kvmanager.errors import KVError, Unauthorized
 from kvmanager.services.callers import Callers
+from kvmanager.services.refusedlog import LineBudget
 from kvmanager.wire import abort_with
 
 ENGINE, WORKER, PEER = "engine", "worker", "peer"
@@ -66,6 +67,7 @@ class Gatekeeper(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not at ru
 
     def __init__(self, callers: Callers) -> None:
         self._callers = callers
+        self._lines = LineBudget()
 
     def intercept_service(
         self,
@@ -89,9 +91,9 @@ class Gatekeeper(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not at ru
             raise Unauthorized(f"nobody may call {details.method[:200]!r} here")
         identity = self._callers.holder(dict(details.invocation_metadata))
         if identity.role not in roles:
-            if OPERATOR in roles:
+            if OPERATOR in roles and (more := self._lines.take(identity.pid)) is not None:
                 who = f"uid {identity.uid} pid {identity.pid} ({identity.name})"
-                _log.warning("%s as %s: %s refused", who, identity.role, method)
+                _log.warning("%s as %s: %s refused%s", who, identity.role, method, more)
             raise Unauthorized(f"role {identity.role!r} may not make this call; it is for {', '.join(roles)}")
 
 

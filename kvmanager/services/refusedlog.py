@@ -1,6 +1,6 @@
-"""One line in the log for each refused registration: which engine, whose process, why.
+"""Lines in the log about what clients were refused: for a registration which engine, whose process, why.
 
-An engine that is refused tries again, perhaps for ever, and under any name: each process gets a few lines a minute.
+Who is refused tries again, perhaps for ever, and under any name: each process gets a few lines a minute.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class _Window:
     left_out: int = 0
 
 
-class RefusedLog:
-    """Writes the lines; thread-safe."""
+class LineBudget:
+    """How many lines each process may still cause; thread-safe."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """`now()`: seconds."""
@@ -43,26 +43,8 @@ class RefusedLog:
         self._lock = threading.Lock()
         self._windows: OrderedDict[int, _Window] = OrderedDict()
 
-    @contextmanager
-    def refusals_of(self, identity: ClientIdentity, engine: str) -> Iterator[None]:
-        """What is raised inside refuses the registration of `engine`: it is logged, and goes on."""
-        try:
-            yield
-        except KVError as error:
-            self._note(identity, engine, error)
-            raise
-
-    def _note(self, identity: ClientIdentity, engine: str, error: KVError) -> None:
-        left_out = self._take_line(identity.pid)
-        if left_out is None:
-            return
-        more = f" ({left_out} more of this process were not logged)" if left_out else ""
-        named, why = _shown(engine, NAME_CHARACTERS), _shown(str(error), REASON_CHARACTERS)
-        who = f"uid {identity.uid} pid {identity.pid}"
-        _log.warning("engine %s of %s is not registered: %s: %s%s", named, who, error.reason, why, more)
-
-    def _take_line(self, pid: int) -> int | None:
-        """How many were left out since the last line; None where this one is left out too."""
+    def take(self, pid: int) -> str | None:
+        """What a line says of those that were left out since the last one; None where it is left out too."""
         now = self._now()
         with self._lock:
             window = self._windows.get(pid)
@@ -77,7 +59,32 @@ class RefusedLog:
                 window.left_out += 1
                 return None
             window.lines += 1
-            return carried
+        return f" ({carried} more of this process were not logged)" if carried else ""
+
+
+class RefusedLog:
+    """Writes the lines; thread-safe."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """`now()`: seconds."""
+        self._budget = LineBudget(now)
+
+    @contextmanager
+    def refusals_of(self, identity: ClientIdentity, engine: str) -> Iterator[None]:
+        """What is raised inside refuses the registration of `engine`: it is logged, and goes on."""
+        try:
+            yield
+        except KVError as error:
+            self._note(identity, engine, error)
+            raise
+
+    def _note(self, identity: ClientIdentity, engine: str, error: KVError) -> None:
+        more = self._budget.take(identity.pid)
+        if more is None:
+            return
+        named, why = _shown(engine, NAME_CHARACTERS), _shown(str(error), REASON_CHARACTERS)
+        who = f"uid {identity.uid} pid {identity.pid}"
+        _log.warning("engine %s of %s is not registered: %s: %s%s", named, who, error.reason, why, more)
 
 
 def _shown(text: str, most: int) -> str:

@@ -47,7 +47,7 @@ def figures() -> Iterator[Figure]:
         "a scrape's look at 2,048 spans", (process_time() - began) * 10, "ms", "the request",
         (process_time() - began) / 100 / plain_s,
     )  # fmt: skip
-    meter = Meter(CollectorRegistry(), dict.fromkeys(COUNTERS, 0))
+    meter = Meter(CollectorRegistry(), dict.fromkeys(COUNTERS, 0), str)
     event = TimelinesRead({})
     began = process_time()
     for _ in range(EVENTS):

@@ -133,7 +133,9 @@ def test_what_is_exported_is_what_the_node_holds(probed: Probed) -> None:
     assert onboards > 0
     page_bytes = pools[0].capacity_bytes // PAGES
     assert value("kvmanager_copied_bytes_total", purpose="onboard") == counters["onboard"] * page_bytes
-    assert value("kvmanager_match_tokens_sum") == counters["prefix_hit_tokens"] > 0
+    assert value("kvmanager_match_tokens_sum", tenant=f"uid {os.getuid()}") == counters["prefix_hit_tokens"] > 0
+    assert value("kvmanager_match_tokens_sum") == counters["prefix_hit_tokens"], "nobody else's"
+    assert value("kvmanager_history_dropped_events_total") == 0
     assert value("kvmanager_match_duration_seconds_count") == counters["request"]
     done = value("kvmanager_background_job_items_total", job="writeback")
     assert done == counters["offload"]
@@ -153,7 +155,8 @@ def test_refusals_are_counted_by_reason_and_pool(probed: Probed) -> None:
     result = engine.client.step(fence=engine.workers.fence(), opens=[open_of(2, tokens_of(2, SPAN))])
     pool = result.opened[2].error.pool
     assert pool
-    assert probed.value("kvmanager_refusals_total", reason="EXHAUSTED", pool=pool) == before + 1
+    told = {"reason": "EXHAUSTED", "pool": pool, "tenant": f"uid {os.getuid()}"}
+    assert probed.value("kvmanager_refusals_total", **told) == before + 1
     assert probed.get("/readyz") == (200, "ready\n")
     # The pool stays full, the refused request keeps its claim, and nobody is admitted.
     wait_for(lambda: probed.get("/readyz")[0] == 503, lambda: str(probed.samples()))
@@ -237,7 +240,7 @@ def optional(name: str) -> bool:
     from kvmanager.observing.meter import Meter
 
     registry = CollectorRegistry()
-    Meter(registry, dict.fromkeys(COUNTERS, 0))
+    Meter(registry, dict.fromkeys(COUNTERS, 0), str)
     bare = re.sub(r"_(total|bucket)$", "", name)
     return bare in {family.name for family in registry.collect()}
 
