@@ -72,7 +72,7 @@ class Stream(Protocol):
         """Half-closes, and waits for the daemon's end; breaks the stream when that does not come."""
         ...
 
-    def abandon(self) -> None:
+    def break_off(self) -> None:
         """Breaks it, and waits for its reader."""
         ...
 
@@ -114,9 +114,9 @@ class CallStream:
         """Half-closes and waits for the daemon's end; cancels the call when that does not come."""
         self._outgoing.put(None)
         self._thread.join(timeout_s)
-        self.abandon()
+        self.break_off()
 
-    def abandon(self) -> None:
+    def break_off(self) -> None:
         """Cancels the call, and waits for its reader."""
         self._call.cancel()
         self._thread.join()
@@ -211,9 +211,9 @@ class FrameStream:
         with contextlib.suppress(OSError):  # it has ended
             self._channel.shutdown(socket.SHUT_WR)
         self._thread.join(timeout_s)
-        self.abandon()
+        self.break_off()
 
-    def abandon(self) -> None:
+    def break_off(self) -> None:
         """Breaks the connection, and waits for the reader."""
         self._break()
         self._thread.join()

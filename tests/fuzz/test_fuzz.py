@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.fuzz.run import fuzz
 
-SECONDS = 8.0
+SECONDS = 14.0
 
 
 def test_noise_breaks_nothing(tmp_path: Path) -> None:

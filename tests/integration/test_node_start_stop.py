@@ -137,7 +137,7 @@ def test_a_node_larger_than_the_host_is_refused_before_anything_is_made(tmp_path
 
 def test_a_drain_that_takes_too_long_says_what_was_held(tmp_path: Path) -> None:
     drain = lambda directory, **options: prefill_toml(directory, **options).replace(  # noqa: E731
-        "[lease]", "drain_ms = 700\n[lease]", 1
+        "[mover]", "drain_ms = 700\n[mover]", 1
     )
     with node(tmp_path, "stuck", drain) as running:
         engine = prefill_engine(running.runtime_dir)

@@ -131,8 +131,10 @@ def test_extents_follow_the_load_and_the_bytes_are_right(served: Node) -> None:
     large.engine.step()  # it goes on with the next daemon
     small.engine.step()
     served.reopen()
-    gained = sum(max(extents - moved[pool], 0) for pool, extents in owned(served).items())
-    assert gained <= served.counters()["extent_move"] - moves, "the journal knows whose they are"
+    now = owned(served)
+    gained = sum(max(extents - moved[pool], 0) for pool, extents in now.items() if pool)
+    nobodys = max(moved[""] - now[""], 0)  # a pool may have taken one since that was free
+    assert gained <= served.counters()["extent_move"] - moves + nobodys, f"the journal knows whose they are: {now}"
     assert large.serve(3, 5) > 0
     for seed in range(10, 16):
         small.serve(seed, PROMPT)
