@@ -112,7 +112,7 @@ def test_a_stopped_engine_keeps_its_pages_until_it_is_dead(served: Node) -> None
 
 
 def test_a_broken_stream_gives_nothing_back_while_the_process_lives(served: Node) -> None:
-    code = ENGINE.replace('print("holds"', 'engine.client._stream.abandon(); print("holds"')
+    code = ENGINE.replace('print("holds"', 'engine.client._stream.break_off(); print("holds"')
     with script(code, str(served.runtime_dir), "4") as process:
         says(process, "holds")
         wait_for(lambda: served.admin.status().engines[0].state == "suspect")

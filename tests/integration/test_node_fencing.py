@@ -153,7 +153,7 @@ def test_a_process_that_serves_a_newer_epoch_is_not_killed(quick: tuple[str, Nod
     newer = prefill_engine(served.runtime_dir)
     live = f"engine engine epoch {older.client.epoch} stays suspect, but its stream is live"
     wait_for(lambda: live in served.log())
-    older.client._stream.abandon()
+    older.client._stream.break_off()
     held = f"engine engine epoch {older.client.epoch} stays suspect; its pages are held"
     wait_for(lambda: held in served.log())
     assert [engine.fence for engine in served.admin.status().engines if engine.state == "suspect"] == ["hold"]

@@ -84,7 +84,7 @@ def test_a_cancelled_stream_is_taken_up_in_the_same_epoch(served: Node, engine: 
     opened = engine.open(open_of(1, tokens))
     fill(engine, device_pages(opened), seed=2)
     broken = engine.client._stream
-    broken.abandon()
+    broken.break_off()
     wait_for(lambda: state_of(served) == "suspect")
     assert served.admin.status().engines[0].requests == 1
     reply = one_step(engine, message(engine, 1, open=[open_of(1, tokens)]))
@@ -126,7 +126,7 @@ def test_replies_are_kept_for_a_while_only(engine: AttachedEngine) -> None:
 def test_a_suspect_engine_is_given_nothing_until_it_opens_a_stream(served: Node, engine: AttachedEngine) -> None:
     engine.open(open_of(1, tokens_of(3, SPAN)))
     engine.step([RequestStep(1, SPAN, SPAN)])
-    engine.client._stream.abandon()
+    engine.client._stream.break_off()
     wait_for(lambda: state_of(served) == "suspect")
     engine.client._renew = None  # a client that does not come back by itself
     with pytest.raises(Suspect, match="open a new session stream first"):
