@@ -23,14 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from google.protobuf.message import DecodeError
-
 from kvmanager.daemon.attach import CONNECTIONS_MAX, HELLO_DEADLINE_S
 from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, PeerUnreachable, Unauthorized
 from kvmanager.framing import Frame, error_frame, receive_frame, receive_json, send_frame, send_json
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import CALLS_SOCKET, bind_socket, peer_credentials
 from kvmanager.services.callers import Callers
+from kvmanager.services.parsing import read_message
 from kvmanager.wire import MESSAGE_MAX_BYTES, error_to_proto
 
 OF_ONE_CLIENT: Final = 4
@@ -194,17 +193,10 @@ class CallDoor:
             if frame.fds:
                 raise InvalidArgument(f"a frame brings {len(frame.fds)} descriptors; this connection takes none")
             self._callers.bearer(token, "engine")
-            call = _call(frame.payload)
+            call = read_message(pb.CacheCall.FromString, frame.payload, "CacheCall")
         except KVError as error:
             return pb.CacheAnswer(error=error_to_proto(error))
         return self._answers(call, token, here)
-
-
-def _call(payload: bytes) -> pb.CacheCall:
-    try:
-        return pb.CacheCall.FromString(payload)
-    except DecodeError as error:
-        raise InvalidArgument(f"{len(payload)} bytes are no CacheCall: {error}") from None
 
 
 def _send(channel: socket.socket, answer: pb.CacheAnswer) -> None:

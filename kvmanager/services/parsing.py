@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from kvmanager.errors import InvalidArgument
 from kvmanager.wire import abort_with
+
+T = TypeVar("T")
 
 
 class Parser(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not at run time
@@ -30,7 +32,7 @@ class Parser(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not at run ti
 
             def unary(data: bytes, context: grpc.ServicerContext) -> Any:
                 try:
-                    message = _read(read, data)
+                    message = read_message(read, data)
                 except InvalidArgument as error:
                     abort_with(context, error)
                 return inner(message, context)
@@ -40,14 +42,15 @@ class Parser(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not at run ti
             many = handler.stream_stream
 
             def stream(items: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
-                return many((_read(read, data) for data in items), context)
+                return many((read_message(read, data) for data in items), context)
 
             return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
         return handler
 
 
-def _read(read: Callable[[bytes], Any], data: bytes) -> Any:
+def read_message(read: Callable[[bytes], T], data: bytes, what: str = "message of this call") -> T:
+    """The message `what` that the bytes are. Raises InvalidArgument for what is none."""
     try:
         return read(data)
     except DecodeError as error:
-        raise InvalidArgument(f"{len(data)} bytes are no message of this call: {error}") from None
+        raise InvalidArgument(f"{len(data)} bytes are no {what}: {error}") from None

@@ -20,13 +20,12 @@ import struct
 import threading
 from collections.abc import Iterator
 
-from google.protobuf.message import DecodeError
-
 from kvmanager.configuration.sections import FenceSection
 from kvmanager.daemon.sessions import Outgoing, SessionStream
 from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, PeerUnreachable
 from kvmanager.framing import Frame, receive_frame, send_frame
 from kvmanager.protos import kvmanager_pb2 as pb
+from kvmanager.services.parsing import read_message
 from kvmanager.services.sessionsteps import SessionSteps
 from kvmanager.wire import MESSAGE_MAX_BYTES, error_to_proto
 
@@ -132,7 +131,4 @@ def _message(frame: Frame) -> pb.StepRequest:
     frame.close()
     if frame.fds:
         raise InvalidArgument(f"a frame brings {len(frame.fds)} descriptors; this connection takes none")
-    try:
-        return pb.StepRequest.FromString(frame.payload)
-    except DecodeError as error:
-        raise InvalidArgument(f"{len(frame.payload)} bytes are no StepRequest: {error}") from None
+    return read_message(pb.StepRequest.FromString, frame.payload, "StepRequest")
