@@ -10,6 +10,7 @@ from kvmanager.core.events import CopyOutcome
 from kvmanager.core.forgetting import condemn
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.lifecycle import refuse_waiting, wake
+from kvmanager.core.mirrors import lacks_some
 from kvmanager.core.operatorevents import Loss
 from kvmanager.core.pool import PageState
 from kvmanager.core.request import Phase
@@ -86,7 +87,10 @@ def _writeback_ended(state: State, job: CopyJob, outcome: CopyOutcome, sums: Sum
     if ended_well(outcome) and (not group.spec.swaps or group.spec.floats(chain.page_class(job.page_class).name)):
         state.counters["mirror" if group.spec.swaps else "offload"] += len(job.rows)
     if chain.table.classes > 1:
-        group.writeback[job.chain].extend(row for row in job.rows if chain.table.live[row])
+        # Only those that want a copy now: one that waited in the queue with all it needs would take it back from who
+        # took it, at once, and they from one another without end. It is `declined` then, and tried as time passes.
+        live = index[chain.table.live[index]]
+        group.writeback[job.chain].extend(live[lacks_some(chain, live)])
 
 
 def _try_again(state: State, group: Group, job: CopyJob) -> None:

@@ -30,6 +30,14 @@ def lack(chain: Chain, page_class: int, rows: RowArray) -> BoolArray:
     return lacks
 
 
+def lacks_some(chain: Chain, rows: RowArray) -> BoolArray:
+    """The same of any of its classes."""
+    lacks = np.zeros(len(rows), bool)
+    for c in range(chain.table.classes):
+        lacks |= lack(chain, c, rows)
+    return lacks
+
+
 def take_mirrors(state: State, group: Group, chain: Chain, spans: list[int]) -> list[int]:
     """Host pages for the spans, all held by requests, class by class, as far as there are any; those that got some."""
     rows = np.asarray(spans, np.int64)

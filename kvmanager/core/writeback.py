@@ -9,7 +9,7 @@ import numpy as np
 from kvmanager.core.admission import promises_hold, update_promises
 from kvmanager.core.events import SubmitPlan
 from kvmanager.core.group import Chain, Group
-from kvmanager.core.mirrors import lack, take_mirrors
+from kvmanager.core.mirrors import lack, lacks_some, take_mirrors
 from kvmanager.core.movement import between_tiers
 from kvmanager.core.plans import CopyPlan, Purpose
 from kvmanager.core.pool import Want
@@ -155,10 +155,7 @@ def _want_host_copy(group: Group, chain: Chain, rows: RowArray) -> BoolArray:
     wants |= table.live[rows] & _retracted(chain, rows)
     if table.classes > 1:
         wants &= table.busy[rows] == 0  # looked at again when the copy of another class has ended
-    lacks = np.zeros(len(rows), bool)
-    for c in range(table.classes):
-        lacks |= lack(chain, c, rows)
-    return wants & lacks
+    return wants & lacks_some(chain, rows)
 
 
 def _retracted(chain: Chain, rows: RowArray) -> BoolArray:
