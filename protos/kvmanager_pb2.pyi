@@ -3213,6 +3213,7 @@ class StatusReply(_message.Message):
     FAULTED_IN_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     COPIED_BYTES_FIELD_NUMBER: _builtins.int
+    STALLS_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.int
     """id of the daemon's start"""
     version: _builtins.str
@@ -3245,6 +3246,10 @@ class StatusReply(_message.Message):
     def copied_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """a plan's purpose -> bytes of those that ended well since the start"""
 
+    @_builtins.property
+    def stalls(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stall]:
+        """one a part that has something to do and makes no progress"""
+
     def __init__(
         self,
         *,
@@ -3260,14 +3265,45 @@ class StatusReply(_message.Message):
         faulted_in_bytes: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
         copied_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        stalls: _abc.Iterable[Global___Stall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "copied_bytes", b"copied_bytes", "counters", b"counters", "engines", b"engines", "faulted_in_bytes", b"faulted_in_bytes", "ledger_ok", b"ledger_ok", "memory_bytes", b"memory_bytes", "movers", b"movers", "node", b"node", "state", b"state", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "copied_bytes", b"copied_bytes", "counters", b"counters", "engines", b"engines", "faulted_in_bytes", b"faulted_in_bytes", "ledger_ok", b"ledger_ok", "memory_bytes", b"memory_bytes", "movers", b"movers", "node", b"node", "stalls", b"stalls", "state", b"state", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class Stall(_message.Message):
+    """A part of the node that has something to do and does not do it in its time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    part: _builtins.str
+    """"core", "mover", "pool POOL", "writeback of GROUP", "lease expiry", "history", "events at ENDPOINT" """
+    why: _builtins.str
+    """what it did not do, and for how long"""
+    ready: _builtins.bool
+    """whether the node is ready all the same"""
+    def __init__(
+        self,
+        *,
+        part: _builtins.str = ...,
+        why: _builtins.str = ...,
+        ready: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "ready", b"ready", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stall: _TypeAlias = Stall  # noqa: Y015
 
 @_typing.final
 class EngineStatus(_message.Message):

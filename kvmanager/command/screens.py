@@ -66,6 +66,10 @@ def status_screen(reply: pb.StatusReply) -> RenderableType:
             else ""
         )
     )
+    stalls = [
+        Text(f"{stall.part} {stall.why}; the node is {'ready all the same' if stall.ready else 'NOT READY'}")
+        for stall in reply.stalls
+    ]
     engines = new_table("engines", "engine", "group", "state", "epoch", "ranks", "requests", text=3)
     for engine in reply.engines:
         counts = (engine.epoch, engine.ranks_attached, engine.requests)
@@ -93,8 +97,8 @@ def status_screen(reply: pb.StatusReply) -> RenderableType:
     for name, count in sorted(reply.counters.items()):
         counters.add_row(name, f"{count:,}")
     return Group(
-        head, "", or_nothing(engines, "no engine"), *map(Text, suspects), "", or_nothing(movers, "no mover"), *paths,
-        "", or_nothing(counters, "nothing counted yet"),
+        head, *stalls, "", or_nothing(engines, "no engine"), *map(Text, suspects), "",
+        or_nothing(movers, "no mover"), *paths, "", or_nothing(counters, "nothing counted yet"),
     )  # fmt: skip
 
 

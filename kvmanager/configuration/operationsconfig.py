@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,11 +25,13 @@ class MetricsSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthSection:
-    """`[health]`: how long each part may stand still before the node is not ready. Looked at every `probe_ms`.
+    """`[health]`: how long each part may stand still before health tells of it. Looked at every `probe_ms`.
 
     core_ms: until the core answers, and between its ticks. mover_ms: until the mover answers a ping, or is there again.
     copy_ms: with plans under way and none of them ended. job_ms: for a background job that has work and does none.
-    evict_ms: for a pool that refuses requests, has less room than they ask for, and admits nobody.
+    evict_ms: for a pool that refuses requests, has less room than they ask for, and admits nobody. After these the node
+    is not ready. It stays ready, and is said to be late, after history_ms and events_ms: for the thread that writes the
+    history, and for each that publishes KV events, with something to tell and none of it told.
     """
 
     probe_ms: int = 1_000
@@ -38,6 +40,8 @@ class HealthSection:
     copy_ms: int = 60_000
     job_ms: int = 60_000
     evict_ms: int = 60_000
+    history_ms: int = 30_000
+    events_ms: int = 30_000
 
     @property
     def core_ns(self) -> int:
@@ -63,6 +67,16 @@ class HealthSection:
     def evict_ns(self) -> int:
         """As nanoseconds."""
         return self.evict_ms * MILLISECOND_NS
+
+    @property
+    def history_ns(self) -> int:
+        """As nanoseconds."""
+        return self.history_ms * MILLISECOND_NS
+
+    @property
+    def events_ns(self) -> int:
+        """As nanoseconds."""
+        return self.events_ms * MILLISECOND_NS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +112,6 @@ _PROBE: Final = parse.between(10, _HOUR_MS)
 OPERATIONS: Final[Mapping[type[Any], Mapping[str, Parser]]] = {
     MetricsSection: {"listen": listen_address},
     HistorySection: {"max_bytes": parse.size, "directory": parse.directory},
-    HealthSection: dict.fromkeys(("probe_ms", "core_ms", "mover_ms", "copy_ms", "job_ms", "evict_ms"), _PROBE),
+    HealthSection: dict.fromkeys((field.name for field in fields(HealthSection)), _PROBE),
 }
 """Parsers of the keys."""

@@ -223,7 +223,7 @@ class Daemon:
             lambda: self.state,
             self._fence,
             self._fault_in,
-            self._watch.meter.copied_bytes,
+            self._watch,
             lambda: check_successor(self._config_path, self._prints),
             self._replace,
         )
@@ -248,7 +248,7 @@ class Daemon:
         if self._history is not None:
             self._history.start()
         self._loop.start()
-        self._watch.start(self._loop, self._mover, lambda: 0 if self._history is None else self._history.dropped)
+        self._watch.start(self._loop, self._mover, self._history, self._streams)
         for token in self._dead:
             self._membership.exited(token)
         self._server.start()

@@ -54,6 +54,14 @@ class Sight:
     pong_age_ns: int
 
 
+@dataclass(frozen=True)
+class Tellers:
+    """The threads that tell others what the core did. history: None where none is kept. streams: by name."""
+
+    history: JobVitals | None
+    streams: Mapping[str, JobVitals]
+
+
 def vitals(node: Node, now: int) -> Vitals:
     """In the core."""
     state = node.state
@@ -112,6 +120,16 @@ class Health:
         """Part -> what is wrong with it; empty when all is well. Parts are `core`, `mover`, `pool NAME`, job names."""
         return dict(self._problems(sight))
 
+    def late(self, now: int, seen: Tellers) -> dict[str, str]:
+        """Each part that the node can serve without -> what is wrong with it, "" when it is well.
+
+        Parts are `history` and the streams' names.
+        """
+        parts = {name: self._idle(name, now, job, self.limits.events_ns) for name, job in seen.streams.items()}
+        if seen.history is not None:
+            parts["history"] = self._idle("history", now, seen.history, self.limits.history_ns)
+        return parts
+
     def _problems(self, sight: Sight) -> Iterator[tuple[str, str]]:
         limits = self.limits
         if sight.vitals is None:
@@ -137,11 +155,14 @@ class Health:
                 text = f"{pool.room} slabs free or reclaimable, {pool.wanted} asked for, nobody admitted"
                 yield f"pool {name}", f"{text} for {_seconds(stands)}"
         for name, job in seen.jobs.items():
-            stands = self._stands(name, now, job.done, job.waiting)
-            if stands > limits.job_ns:
-                yield name, f"has work and did none for {_seconds(stands)}"
+            if why := self._idle(name, now, job, limits.job_ns):
+                yield name, why
         if seen.overdue_ns > self.lease_grace_ns + limits.job_ns:
             yield "lease expiry", f"a ticket or lease is overdue for {_seconds(seen.overdue_ns)}"
+
+    def _idle(self, name: str, now: int, job: JobVitals, most_ns: int) -> str:
+        stands = self._stands(name, now, job.done, job.waiting)
+        return f"has work and did none for {_seconds(stands)}" if stands > most_ns else ""
 
     def _stands(self, name: str, now: int, mark: object, waiting: bool) -> int:
         return self._still.setdefault(name, _Still(now, mark)).stands_ns(now, mark, waiting)

@@ -19,6 +19,7 @@ from kvmanager.configuration.config import NodeConfig
 from kvmanager.core.events import Effect, Event, Tick, TimelinesRead
 from kvmanager.core.state import State
 from kvmanager.errors import ConfigError
+from kvmanager.observing.health import JobVitals
 from kvmanager.observing.historyrecords import Record, Recorder
 
 FILES: Final = 4
@@ -26,6 +27,10 @@ FILES: Final = 4
 WAITING_MAX: Final = 8_192
 """Events that may wait to be written."""
 PAUSE_S: Final = 0.1
+CLOSE_S: Final = 5.0
+"""A disk that takes nothing for so long does not keep a daemon from ending."""
+SAY_S: Final = 60.0
+"""Between two lines of the log about what can't be written."""
 _QUIET = (TimelinesRead, Tick)
 """Events that matter only for their effects."""
 _LEASES = ('"state":"lease"', '"what":"store"')
@@ -63,11 +68,11 @@ class History:
         self.limit(max_bytes)
         self._recorder = recorder
         self._waiting: deque[tuple[Event, int, Sequence[Effect]]] = deque()
-        self.dropped = 0
-        """Events that were not recorded."""
         self.written = 0
         """Records written."""
-        self._failed = False
+        self._noted = self._refused = 0  # events; of the owner loop
+        self._taken = self._lost = self._settled = self._told = 0  # events; of the thread
+        self._said_s = -SAY_S
         self._wake = threading.Event()
         self._over = threading.Event()
         self._caught_up = threading.Condition()
@@ -77,6 +82,16 @@ class History:
             recorder.remember(record)
         self._path = directory / "history.jsonl"
         self._thread = threading.Thread(target=self._run, name="history", daemon=True)
+
+    @property
+    def dropped(self) -> int:
+        """Events that were not recorded."""
+        return self._refused + self._lost
+
+    def vitals(self) -> JobVitals:
+        """done: events that the file has, or says that it lacks."""
+        settled = self._settled  # before what is noted: what comes in between is waiting
+        return JobVitals(self._noted != settled, settled)
 
     def limit(self, max_bytes: int) -> None:
         """Bytes of all files from now on; larger ones shrink as they are rotated."""
@@ -91,8 +106,9 @@ class History:
         if isinstance(event, _QUIET) and not effects:
             return
         if len(self._waiting) >= WAITING_MAX:
-            self.dropped += 1
+            self._refused += 1
             return
+        self._noted += 1
         self._waiting.append((event, now, effects))
 
     def catch_up(self, timeout_s: float = 2.0) -> None:
@@ -103,23 +119,23 @@ class History:
             self._caught_up.wait_for(lambda: self._passes >= wanted or not self._thread.is_alive(), timeout_s)
 
     def close(self) -> None:
-        """Writes what waits, and ends the thread."""
+        """Writes what waits, and ends the thread; leaves it where it is when that takes longer than CLOSE_S."""
         self._over.set()
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            _log.error("the history is left unfinished: %s takes nothing for %g s", self._path, CLOSE_S)
 
     def _run(self) -> None:
-        said = 0
         while True:
             over = self._over.is_set()
+            before = self._taken
             try:
-                said = self._write(said)
+                self._write()
             except Exception as error:  # whatever it is, a history must not end a node
-                if not self._failed:
-                    _log.error("a part of the history is lost: %s", error, exc_info=not isinstance(error, OSError))
-                self._failed = True
-                self.dropped += 1
+                self._lost += self._taken - before
+                self._say(error)
             with self._caught_up:
                 self._passes += 1
                 self._caught_up.notify_all()
@@ -128,23 +144,30 @@ class History:
             self._wake.wait(PAUSE_S)
             self._wake.clear()
 
-    def _write(self, said: int) -> int:
-        """Writes what waits now; returns how many dropped events the file knows of."""
+    def _say(self, error: Exception) -> None:
+        if time.monotonic() - self._said_s >= SAY_S:
+            self._said_s = time.monotonic()
+            _log.error("a part of the history is lost: %s", error, exc_info=not isinstance(error, OSError))
+
+    def _write(self) -> None:
+        """Writes what waits now, and how many events were dropped that the file does not know of."""
         count = len(self._waiting)
         dropped = self.dropped
-        if not count and dropped == said:
-            return said
+        if not count and dropped == self._told:
+            return
         offset = time.time_ns() - time.monotonic_ns()
         text = []
         for _ in range(count):
             event, now, effects = self._waiting.popleft()
+            self._taken += 1
             for record in self._recorder.records(event, now, effects):
                 record["t"] = round((now + offset) / 1e9, 6)
                 text.append(_line(record))
-        if dropped != said:
-            text.append(_line({"what": "dropped", "events": dropped - said, "t": round(time.time(), 6)}))
+        if dropped != self._told:
+            text.append(_line({"what": "dropped", "events": dropped - self._told, "t": round(time.time(), 6)}))
         self._append(text)
-        return dropped
+        self._told = dropped
+        self._settled = self._taken
 
     def _append(self, text: list[str]) -> None:
         place = 0

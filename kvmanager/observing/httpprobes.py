@@ -32,7 +32,7 @@ _log = logging.getLogger("kvmanager.http")
 
 
 class HttpProbes:
-    """Serves until `close`. `alive()` and `problems()` are asked at each probe."""
+    """Serves until `close`. `alive()`, `problems()` and `late()` are asked at each probe."""
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class HttpProbes:
         registry: CollectorRegistry,
         alive: Callable[[], bool],
         problems: Callable[[], dict[str, str]],
+        late: Callable[[], dict[str, str]],
         tls: Tls = None,
     ) -> None:
         """`tls()`: what the next TCP client must pass. Raises ConfigError when it can't listen there."""
@@ -47,6 +48,7 @@ class HttpProbes:
         self._registry = registry
         self._alive = alive
         self._problems = problems
+        self._late = late
         self._path = Path(listen.removeprefix(UNIX)) if listen.startswith(UNIX) else None
         try:
             self._server = self._bind(listen)
@@ -100,9 +102,9 @@ class HttpProbes:
             return (200, plain, b"alive\n") if alive else (503, plain, b"the core does not answer\n")
         if path == "/readyz":
             problems = self._problems()
-            if not problems:
-                return 200, plain, b"ready\n"
-            return 503, plain, "".join(f"{part}: {why}\n" for part, why in problems.items()).encode()
+            text = "" if problems else "ready\n"
+            text += "".join(f"{part}: {why}\n" for part, why in (problems | self._late()).items())
+            return 503 if problems else 200, plain, text.encode()
         return 404, plain, b"/metrics, /healthz or /readyz\n"
 
 

@@ -30,12 +30,15 @@ import zmq
 from kvmanager.configuration.eventsconfig import EventsSection
 from kvmanager.core.kvevents import KvEvent, SegmentsStored
 from kvmanager.errors import ConfigError
+from kvmanager.observing.health import JobVitals
 
 END: Final = (-1).to_bytes(8, "big", signed=True)
 BATCH_EVENTS: Final = 1_000
 """Most changes in one batch."""
 RESTATE_S: Final = 1.0
 LINGER_MS: Final = 200
+CLOSE_S: Final = 5.0
+"""A stream that sends nothing for so long does not keep a daemon from ending."""
 _MEDIUM: Final = {"device": "GPU", "host": "CPU"}
 _log = logging.getLogger("kvmanager.kvstream")
 Place = tuple[int, str, bytes]
@@ -130,6 +133,8 @@ class KvStream:
         self._whole = False
         """Whether what is kept begins with everything."""
         self._restated_s = 0.0
+        self._told = 0  # changes; of the core
+        self._taken = self._published = 0  # changes; of the thread
         self._over = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._context = zmq.Context()
@@ -155,15 +160,29 @@ class KvStream:
 
     def tell(self, event: KvEvent, key_bytes: int) -> None:
         """One change; does not block."""
+        self._told += 1
         self._inbox.put((event, key_bytes))
         os.eventfd_write(self._wake, 1)
 
+    @property
+    def name(self) -> str:
+        """As health and metrics call it."""
+        return f"events at {self._section.endpoint}"
+
+    def vitals(self) -> JobVitals:
+        """done: changes that were published."""
+        published = self._published  # before what was told: what comes in between is waiting
+        return JobVitals(self._told != published, published)
+
     def close(self) -> None:
-        """Publishes what it was told and ends."""
+        """Publishes what it was told and ends; leaves it as it is when that takes longer than CLOSE_S."""
         if self._thread.is_alive():
             self._inbox.put(None)
             os.eventfd_write(self._wake, 1)
-            self._thread.join()
+            self._thread.join(CLOSE_S)
+        if self._thread.is_alive():  # it has the sockets: they are not another thread's to close
+            _log.error("%s sends nothing for %g s: what waits is not published", self.name, CLOSE_S)
+            return
         self._context.destroy(linger=LINGER_MS)
         os.close(self._wake)
 
@@ -176,6 +195,7 @@ class KvStream:
             poller.register(self._replay, zmq.POLLIN)
             self._drain()
             self._restate()
+            self._published = self._taken
             while not self._over:
                 ready = dict(poller.poll())
                 if self._wake in ready:
@@ -196,6 +216,7 @@ class KvStream:
                 self._over = True
             else:
                 self._blocks.take(*work)
+                self._taken += 1
 
     def _publish_some(self) -> bool:
         events: list[dict[str, Any]] = []
@@ -208,9 +229,11 @@ class KvStream:
                 break
             event, width = work
             self._add(events, event, self._blocks.take(event, width))
+            self._taken += 1
         if events:
             self._send(events)
-        return bool(events) and not self._over
+        self._published = self._taken
+        return not self._inbox.empty() and not self._over
 
     def _add(self, events: list[dict[str, Any]], event: KvEvent, changed: list[Changed]) -> None:
         """One wire event a run of changes that follow each other."""

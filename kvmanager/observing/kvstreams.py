@@ -11,6 +11,7 @@ from kvmanager.configuration.config import NodeConfig
 from kvmanager.configuration.eventsconfig import EventsSection
 from kvmanager.core.kvevents import KvEvent
 from kvmanager.core.node import Node
+from kvmanager.observing.health import JobVitals
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.services.messages import KEY_HASHES, namespace_digest
 
@@ -55,6 +56,10 @@ class KvStreams:
         for digests, stream in self._of.get(event.group, ()):
             if any(known.get(digest) == event.namespace for digest in digests):
                 stream.tell(event, self._node.state.groups[event.group].key_bytes)
+
+    def vitals(self) -> dict[str, JobVitals]:
+        """Of each stream, by its name."""
+        return {stream.name: stream.vitals() for stream in self._streams}
 
     def close(self) -> None:
         """Publishes what is left and ends."""

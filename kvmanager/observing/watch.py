@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 from grpc_health.v1 import health, health_pb2
@@ -16,7 +16,7 @@ from kvmanager.core.node import Node
 from kvmanager.core.state import State
 from kvmanager.errors import NotReady
 from kvmanager.keeper.deposits import SERVING
-from kvmanager.observing.health import Health, Sight, vitals
+from kvmanager.observing.health import Health, JobVitals, Sight, Tellers, vitals
 from kvmanager.observing.httpprobes import HttpProbes, Tls
 from kvmanager.observing.meter import CallTimer, Meter
 from kvmanager.observing.metrics import NodeCollector, NodeView, tenants_of
@@ -59,6 +59,27 @@ class Pinged(Protocol):
         ...
 
 
+class Teller(Protocol):
+    """The history."""
+
+    @property
+    def dropped(self) -> int:
+        """Events that it lacks."""
+        ...
+
+    def vitals(self) -> JobVitals:
+        """Whether its thread has something to do, and how much it did."""
+        ...
+
+
+class Streams(Protocol):
+    """The streams of KV events."""
+
+    def vitals(self) -> Mapping[str, JobVitals]:
+        """The same of each one's thread, by the stream's name."""
+        ...
+
+
 class Watch:
     """Looks at the node every `probe_ms`. `servicer` is told of what is ready; so are HTTP probes where they listen."""
 
@@ -86,6 +107,8 @@ class Watch:
         self._health = Health(limits, lease_grace_ns)
         self._loop: Loop | None = None
         self._mover: Pinged | None = None
+        self._history: Teller | None = None
+        self._streams: Streams | None = None
         self.servicer = health.HealthServicer()
         self.registry = CollectorRegistry()
         process_collector.ProcessCollector(registry=self.registry)
@@ -95,18 +118,30 @@ class Watch:
         self._parts = Gauge(
             "kvmanager_part_stalled", "1 while a part makes no progress.", ["part"], registry=self.registry
         )
+        self._late_parts = Gauge(
+            "kvmanager_part_late",
+            "1 while a part that the node serves without makes no progress.",
+            ["part"],
+            registry=self.registry,
+        )
         self._lock = threading.Lock()  # guards what follows, and the order in which the servicer is told
         self._problems: dict[str, str] = {}
+        self._tellers: dict[str, str] = {}  # "": it is well
         self._told: dict[str, str] = {}
+        self._told_late: dict[str, str] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        probed = (self.registry, self.alive, self.problems)
+        probed = (self.registry, self.alive, self.problems, self.late)
         self._http = HttpProbes(metrics.listen, *probed, tls) if metrics.listen else None
         self.tell()
 
-    def start(self, loop: Loop, mover: Pinged, unrecorded: Callable[[], int]) -> None:
-        """Begins to look, and to answer probes. `unrecorded()`: events that the history lacks."""
-        self._loop, self._mover = loop, mover
+    def start(self, loop: Loop, mover: Pinged, history: Teller | None, streams: Streams) -> None:
+        """Begins to look, and to answer probes. history: None where none is kept."""
+        self._loop, self._mover, self._history, self._streams = loop, mover, history, streams
+
+        def unrecorded() -> int:
+            return 0 if history is None else history.dropped
+
         self.registry.register(NodeCollector(self._look, self._name, self._state, mover.peers_by_path, unrecorded))
         if self._http is not None:
             self._http.start()
@@ -134,17 +169,26 @@ class Watch:
             self._ready.set(not problems)
             for part in {*PARTS, *self._told, *problems} - {"node"}:
                 self._parts.labels(part).set(part in problems)
-            for part, why in problems.items():
-                if part != "node" and part not in self._told:
-                    _log.warning("not ready: %s %s", part, why)
-            for part in self._told.keys() - problems.keys() - {"node"}:
-                _log.warning("%s goes on", part)
+            _log_changes("not ready", self._told, problems)
             self._told = problems
+            for part, why in self._tellers.items():
+                self._late_parts.labels(part).set(bool(why))
+            late = self._all_late()
+            _log_changes("late", self._told_late, late)
+            self._told_late = late
 
     def problems(self) -> dict[str, str]:
         """Why the node is not ready; empty when it is."""
         with self._lock:
             return self._all_problems()
+
+    def late(self) -> dict[str, str]:
+        """What is wrong with parts that the node serves without: it is ready all the same."""
+        with self._lock:
+            return self._all_late()
+
+    def _all_late(self) -> dict[str, str]:
+        return {part: why for part, why in self._tellers.items() if why}
 
     def _all_problems(self) -> dict[str, str]:
         state = self._state()
@@ -178,6 +222,7 @@ class Watch:
     def _probe(self) -> None:
         assert self._loop is not None
         assert self._mover is not None
+        assert self._streams is not None
         self._mover.ping()
         try:
             seen = self._loop.inspect(lambda node: vitals(node, time.monotonic_ns()), self._limits.core_ms / 1000)
@@ -185,10 +230,20 @@ class Watch:
             seen = None
         sight = Sight(time.monotonic_ns(), seen, _ns(self._loop.tick_age_s), _ns(self._mover.pong_age_s))
         problems = self._health.judge(sight)
+        told = Tellers(None if self._history is None else self._history.vitals(), self._streams.vitals())
+        tellers = self._health.late(sight.now, told)
         if seen is not None and "core" not in problems:
             self._progresses()
         with self._lock:
-            self._problems = problems
+            self._problems, self._tellers = problems, tellers
+
+
+def _log_changes(what: str, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    for part, why in now.items():
+        if part != "node" and part not in before:
+            _log.warning("%s: %s %s", what, part, why)
+    for part in before.keys() - now.keys() - {"node"}:
+        _log.warning("%s goes on", part)
 
 
 def _ns(seconds: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import grpc
 import numpy as np
@@ -24,6 +24,7 @@ from kvmanager.daemon.fencing import Fence
 from kvmanager.daemon.loop import OwnerLoop
 from kvmanager.daemon.movers import Mover
 from kvmanager.errors import InvalidArgument
+from kvmanager.observing.watch import Watch
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.services.auditlog import audited
@@ -35,10 +36,7 @@ UNASSIGNED = 255
 
 
 class AdminService(pb_grpc.AdminServicer):
-    """Views, and what operators may do. `state()` names the node's life: starting, serving, draining.
-
-    `copied_bytes`: by purpose, changed in the core.
-    """
+    """Views, and what operators may do. `state()` names the node's life: starting, serving, draining."""
 
     def __init__(
         self,
@@ -50,7 +48,7 @@ class AdminService(pb_grpc.AdminServicer):
         state: Callable[[], str],
         fence: Fence,
         fault_in: FaultIn,
-        copied_bytes: Mapping[str, int],
+        watch: Watch,
         check_successor: Callable[[], None],
         replace: Callable[[], None],
     ) -> None:
@@ -62,7 +60,8 @@ class AdminService(pb_grpc.AdminServicer):
         self._state = state
         self._fence = fence
         self._fault_in = fault_in
-        self._copied_bytes = copied_bytes
+        self._watch = watch
+        self._copied_bytes = watch.meter.copied_bytes
         self._started_ns = time.monotonic_ns()
         self._check_successor = check_successor
         self._replace = replace
@@ -88,6 +87,9 @@ class AdminService(pb_grpc.AdminServicer):
             agent_started=info.agent is not None,
             pull_paths=info.paths,
         )
+        for found, ready in ((self._watch.problems(), False), (self._watch.late(), True)):
+            stalls = [pb.Stall(part=part, why=why, ready=ready) for part, why in found.items() if part != "node"]
+            reply.stalls.extend(stalls)
         return reply
 
     def _status(self, node: Node, tenant: str | None) -> pb.StatusReply:

@@ -48,6 +48,7 @@ probe_ms = 50
 core_ms = 2000
 mover_ms = 500
 evict_ms = 500
+history_ms = 2000
 """
 
 
@@ -199,6 +200,30 @@ def test_a_stopped_mover_is_not_ready_until_it_goes_on(probed: Probed) -> None:
     os.kill(mover, signal.SIGKILL)
     wait_for(lambda: probed.node.pid_of("mover") != mover)
     wait_for(lambda: probed.get("/readyz")[0] == 200)
+
+
+def test_a_history_that_hangs_is_told_of_and_the_node_stays_ready(probed: Probed) -> None:
+    """A pipe that nobody reads stands for a disk that does not answer."""
+    file = probed.node.runtime_dir / "history" / "history.jsonl"
+    assert probed.value("kvmanager_part_late", part="history") == 0
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    rotate(probed.node, [5])
+    wait_for(lambda: probed.value("kvmanager_part_late", part="history") == 1)
+    status, text = probed.get("/readyz")
+    assert status == 200
+    assert text.startswith("ready\nhistory: has work and did none for ")
+    assert probed.service() == SERVING
+    assert probed.value("kvmanager_ready") == 1
+    assert [(stall.part, stall.ready) for stall in probed.node.admin.status().stalls] == [("history", True)]
+    reader = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    file.unlink()
+    wait_for(lambda: probed.get("/readyz") == (200, "ready\n"))
+    os.close(reader)
+    assert not probed.node.admin.status().stalls
+    assert probed.value("kvmanager_part_late", part="history") == 0
+    assert "late: history has work and did none for" in probed.node.log()
+    assert "history goes on" in probed.node.log()
 
 
 def test_other_paths_are_refused_and_a_used_port_is_an_error(probed: Probed, tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ def test_metrics_over_mutual_tls(ca: Authority, stranger: Signed) -> None:
     certificates = Certificates(section(ca.sign("a")))
     assert http_tls(certificates, "unix:/a") is None
     where = "127.0.0.1:0"
-    probes = HttpProbes(where, CollectorRegistry(), lambda: True, dict, http_tls(certificates, where))
+    probes = HttpProbes(where, CollectorRegistry(), lambda: True, dict, dict, http_tls(certificates, where))
     probes.start()
     host, port = probes.address[:2]
 

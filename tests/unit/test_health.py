@@ -12,11 +12,12 @@ from kvmanager.core.leaseevents import AcquirePrefix, EndLease, ReserveSpans
 from kvmanager.core.spec import ChainSpec, GroupSpec, Limits, PageClass, Placement, PoolSpec
 from kvmanager.geometry import SEQUENTIAL
 from kvmanager.layout import plain_format, plain_layout
-from kvmanager.observing.health import Health, JobVitals, PoolVitals, Sight, Vitals, vitals
+from kvmanager.observing.health import Health, JobVitals, PoolVitals, Sight, Tellers, Vitals, vitals
 from tests.sim.driver import Client, Driver
 
 MS = 1_000_000
-LIMITS = HealthSection(probe_ms=10, core_ms=50, mover_ms=60, copy_ms=100, job_ms=200, evict_ms=300)
+LIMITS = HealthSection(probe_ms=10, core_ms=50, mover_ms=60, copy_ms=100, job_ms=200, evict_ms=300,
+                       history_ms=400, events_ms=500)  # fmt: skip
 WELL = Vitals(pools={"hbm": PoolVitals(5, 0)}, jobs={"writeback of g": JobVitals(False, 0)}, plans=frozenset(),
               admitted=0, overdue_ns=0)  # fmt: skip
 
@@ -79,6 +80,24 @@ def test_a_job_with_work_must_do_some(health: Health) -> None:
     assert health.judge(sight(349, job(True, 2))) == {}
     assert set(health.judge(sight(351, job(True, 2)))) == {"writeback of g"}
     assert health.judge(sight(352, job(False, 2))) == {}
+
+
+def test_history_and_events_have_deadlines_of_their_own_and_do_not_take_readiness(health: Health) -> None:
+    def late(ms: int, waiting: bool, done: int) -> set[str]:
+        job = JobVitals(waiting, done)
+        assert health.judge(sight(ms)) == {}
+        parts = health.late(ms * MS, Tellers(job, {"events at a": job, "events at b": JobVitals(False, 0)}))
+        assert parts.keys() == {"history", "events at a", "events at b"}
+        return {part for part, why in parts.items() if why}
+
+    assert late(0, True, 1) == set()
+    assert late(100, True, 2) == set()
+    assert late(500, True, 2) == set()
+    assert late(501, True, 2) == {"history"}
+    assert late(601, True, 2) == {"history", "events at a"}
+    assert late(602, True, 3) == set(), "slow is not still"
+    assert late(9_000, False, 3) == set(), "nothing to tell"
+    assert health.late(9_001 * MS, Tellers(None, {})) == {}
 
 
 def test_leases_that_ran_out_must_end(health: Health) -> None:

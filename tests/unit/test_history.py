@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvmanager.configuration.operationsconfig import HealthSection
 from kvmanager.core.events import Closing, Event, Tick
 from kvmanager.core.operatorevents import EvictPrefix, Reset
 from kvmanager.errors import InvalidArgument, UnknownRequest
 from kvmanager.observing.explain import Story, offline
+from kvmanager.observing.health import Health, JobVitals, Tellers
 from kvmanager.observing.history import FILES, WAITING_MAX, History, files_in, lines
 from kvmanager.observing.historyrecords import Lately, Recorder
 from tests.sim.driver import Client, Driver, chain_keys, sharded_group
@@ -161,10 +166,71 @@ def test_a_history_that_can_not_be_written_stops_nobody(tmp_path: Path, caplog: 
     client.serve(2, SPAN, "b")
     history.catch_up()
     client.serve(3, SPAN, "c")
+    history.catch_up()
+    assert history.vitals().waiting, "who tries and never can gets nowhere either"
+    lost = history.dropped
+    assert lost == history._noted - history.vitals().done
+    (where / "history.jsonl").rmdir()
+    history.catch_up()
+    assert not history.vitals().waiting
+    client.serve(4, SPAN, "d")
     history.close()
-    assert history.dropped > 0
-    assert "history is lost" in caplog.text
-    assert driver.counters["request"] == 3
+    assert [record["events"] for record in lines(where) if record["what"] == "dropped"] == [lost]
+    assert history.dropped == lost > 0
+    assert caplog.text.count("history is lost") == 1
+    assert driver.counters["request"] == 4
+
+
+def until(done: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+def test_a_writer_that_hangs_has_work_and_does_none_until_its_disk_answers(tmp_path: Path) -> None:
+    """A pipe that nobody reads stands for the disk: opening it takes until somebody does."""
+    driver, client, history = start(tmp_path)
+    client.serve(1, SPAN, "a")
+    history.catch_up()
+    before = history.vitals()
+    assert before == JobVitals(waiting=False, done=before.done)
+    assert before.done > 0
+    file = tmp_path / "history.jsonl"
+    file.unlink()
+    os.mkfifo(file)
+    client.serve(2, SPAN, "b")
+    health = Health(HealthSection(), 0)
+    hours = 3_600 * 10**9
+    assert health.late(0, Tellers(history.vitals(), {})) == {"history": ""}
+    assert history.vitals() == JobVitals(waiting=True, done=before.done)
+    client.serve(3, SPAN, "c")
+    assert health.late(hours, Tellers(history.vitals(), {})) == {"history": "has work and did none for 3600.0 s"}
+    reader = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    file.unlink()
+    until(lambda: not history.vitals().waiting)
+    os.close(reader)
+    assert health.late(2 * hours, Tellers(history.vitals(), {})) == {"history": ""}
+    client.serve(4, SPAN, "d")
+    history.close()
+    assert history.dropped == 0, "the pipe took it in the end"
+    assert [record["request"] for record in lines(tmp_path) if record["what"] == "open"][-1] == "e/4"
+    assert driver.counters["request"] == 4
+
+
+def test_a_daemon_ends_though_its_history_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvmanager.observing.history.CLOSE_S", 0.01)
+    _, client, history = start(tmp_path)
+    os.mkfifo(tmp_path / "history.jsonl")
+    client.serve(1, SPAN, "a")
+    history.close()
+    assert "the history is left unfinished" in caplog.text
+    assert history.vitals().waiting
+    reader = os.open(tmp_path / "history.jsonl", os.O_RDONLY | os.O_NONBLOCK)
+    history._thread.join()
+    os.close(reader)
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
