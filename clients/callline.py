@@ -29,6 +29,19 @@ class Question(Generic[T]):
     take: Callable[[pb.CacheAnswer], T]
 
 
+def open_line(attachment: Attachment, timeout_s: float) -> socket.socket:
+    """A connection for calls, greeted. Raises NotReady where no daemon answers within `timeout_s`, else its error."""
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        channel.settimeout(timeout_s)
+        connect(channel, attachment.runtime_dir / CALLS_SOCKET)
+        ask(channel, {"token": attachment.token})
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
 class CallLine:
     """A connection for calls of an attached engine. One thread at a time; `close` may come from another.
 
@@ -42,14 +55,7 @@ class CallLine:
         self.silent = False
         """It ended because no answer came in time."""
         self._timeout_s = timeout_s
-        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._channel.settimeout(timeout_s)
-            connect(self._channel, attachment.runtime_dir / CALLS_SOCKET)
-            ask(self._channel, {"token": attachment.token})
-        except BaseException:
-            self.close()
-            raise
+        self._channel = open_line(attachment, timeout_s)
 
     def exchange(self, question: Question[T]) -> T:
         """Asks, and waits for the answer.

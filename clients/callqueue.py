@@ -19,13 +19,14 @@ ENDED: Final = "the daemon does not answer: the connection ended"
 class Answer(Generic[T]):
     """What a call gives, once it is there. One thread sets it, one other takes it."""
 
-    __slots__ = ("_error", "_there", "_value", "_waiter", "cancelled")
+    __slots__ = ("_error", "_ring", "_there", "_value", "_waiter", "cancelled")
 
     def __init__(self) -> None:
         self._there = False
         self._value: T | None = None
         self._error: Exception | None = None
         self._waiter: threading.Event | None = None
+        self._ring: Callable[[], None] | None = None
         self.cancelled = False
         """Nobody will ask for it."""
 
@@ -44,11 +45,11 @@ class Answer(Generic[T]):
             raise self._error
         return self._value  # type: ignore[return-value]
 
-    def wake(self, waiter: threading.Event) -> None:
-        """Sets the event when it is there."""
-        self._waiter = waiter
+    def wake(self, ring: Callable[[], None]) -> None:
+        """Calls this when it is there, perhaps twice; in the thread that sets it, so it must not wait."""
+        self._ring = ring
         if self._there:
-            waiter.set()
+            ring()
 
     def set_result(self, value: T) -> None:
         """The call gave this."""
@@ -68,6 +69,8 @@ class Answer(Generic[T]):
         self._there = True
         if self._waiter is not None:
             self._waiter.set()
+        if self._ring is not None:
+            self._ring()
 
 
 @dataclass(slots=True)

@@ -46,6 +46,11 @@ class Frame:
             os.close(fd)
 
 
+def framed(payload: bytes, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """A frame without descriptors, as it is sent. Raises LimitExceeded."""
+    return _header(payload, (), max_bytes) + payload
+
+
 def _header(payload: bytes, fds: Sequence[int], max_bytes: int) -> bytes:
     _check_size(len(payload), len(fds), max_bytes)
     return _HEADER.pack(len(payload), len(fds))
@@ -134,15 +139,16 @@ class FrameReader:
             return []
         except OSError as error:
             raise PeerUnreachable(f"the other side of the socket is gone: {error}") from error
-        self._data += data
-        frames = self._complete()
+        frames = self.feed(data)
         if not data:
             self.ended = True
             if self._data or self._fds:
                 raise PeerUnreachable(f"the connection ended within a frame, {len(self._data)} bytes into it")
         return frames
 
-    def _complete(self) -> list[Frame]:
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that are complete with these bytes, which somebody else has read. Raises as `receive` does."""
+        self._data += data
         frames: list[Frame] = []
         try:
             while (frame := self._next()) is not None:

@@ -196,7 +196,7 @@ class Copying:
             self._lost.update(lost)
             self._received.add(order.request_id)
         if self._bell is not None:
-            self._bell.rung.set()
+            self._bell.ring()
 
     def _differing(self, rows: Memory, sums: Mapping[int, bytes]) -> list[int]:
         """Pages whose bytes are not those that were written."""

@@ -27,8 +27,12 @@ class Line(Protocol):
     checksum_one_in: int
     bell: Bell
 
-    def read(self, make: Callable[[Questions], Question[Any]]) -> Answer[Any]:
-        """At once, beside everything else, or fails."""
+    def read(self, make: Callable[[Questions], Question[Any]], keys: int) -> Answer[Any]:
+        """At once, beside everything else, or fails. `keys`: about how many the question names."""
+        ...
+
+    def hear(self) -> None:
+        """Takes answers to what was read."""
         ...
 
     def ask(self, call: Callable[[EngineCalls], object]) -> Answer[object]:
@@ -173,7 +177,7 @@ class Pull:
             self.lease = answer
             if answer is None:
                 self.landing = line.landed(self.request_id)
-                self.landing.wake(line.bell.rung)
+                self.landing.wake(line.bell.ring)
         return self.lease is None
 
 

@@ -22,8 +22,10 @@ from kvmanager.clients.callline import Question, SteadyLine
 from kvmanager.clients.callqueue import Answer, CallQueue
 from kvmanager.clients.engine import EngineClient
 from kvmanager.clients.leases import Lease, Questions
+from kvmanager.clients.nowaitline import NoWaitLine
 from kvmanager.clients.vllm.bell import Bell
 from kvmanager.clients.vllm.calls import EngineCalls
+from kvmanager.clients.vllm.reads import Reads
 from kvmanager.clients.vllm.settings import Settings
 from kvmanager.errors import KVError, NotReady, StaleBoot, StaleEpoch, Suspect, UnknownLease, VersionMismatch
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -79,9 +81,10 @@ class _Connection:
             self.client.boot_id = boot_id
             self.client.step()
 
-    def reads(self, heard: Callable[[KVError | None], None]) -> CallQueue:
-        """For questions that wait for nothing else."""
-        return CallQueue(SteadyLine(self.attachment, self._timeout_s), heard)
+    def reads(self, heard: Callable[[KVError | None], None]) -> Reads:
+        """For questions that wait for nothing else. Raises NotReady."""
+        line = NoWaitLine(self.attachment, self._timeout_s, heard)
+        return Reads(line, CallQueue(SteadyLine(self.attachment, self._timeout_s), heard), self.questions)
 
     def close(self) -> None:
         """Leaves on purpose."""
@@ -90,7 +93,7 @@ class _Connection:
 
 
 class Link:
-    """Thread-safe; nothing here waits but the line's own thread."""
+    """Thread-safe, but for `read` and `hear`; nothing here waits but the line's own thread."""
 
     def __init__(
         self, settings: Settings, namespace: pb.Namespace, fingerprint: str, ranks: int, config_hint: str = ""
@@ -104,7 +107,8 @@ class Link:
         self._again: deque[_Wanted] = deque()
         self._pulls: dict[int, Answer[Lease | None]] = {}
         self._pulls_lock = threading.Lock()
-        self._reads: tuple[CallQueue, Questions] | None = None
+        self._reads: Reads | None = None
+        self._used: Reads | None = None  # those of before, until the scheduler's thread asks again
         self._in_doubt = False
         self._stopping = False
         self.epoch = 0
@@ -119,15 +123,32 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="kvmanager-link", daemon=True)
         self._thread.start()
 
-    def read(self, make: Callable[[Questions], Question[T]]) -> Answer[T]:
-        """Makes a call at once, beside the others, whose order does not matter to it; fails as `ask` does."""
+    def read(self, make: Callable[[Questions], Question[T]], keys: int) -> Answer[T]:
+        """Makes a call at once, beside the others, whose order does not matter to it; fails as `ask` does.
+
+        keys: about how many it names. One thread reads, and takes the answers with `hear`.
+        """
         reads = self._reads
-        if not self.up or reads is None:
+        if not self.up or reads is None or not self._use(reads):
             answer: Answer[T] = Answer()
             answer.set_exception(NotReady("the daemon is away"))
             return answer
-        asked, questions = reads
-        return asked.ask(lambda: make(questions))
+        return reads.ask(make, keys)
+
+    def hear(self) -> None:
+        """Takes the answers to what was read that are there."""
+        if self._used is not None:
+            self._used.hear()
+
+    def _use(self, reads: Reads) -> bool:
+        if reads is self._used:
+            return True
+        if not reads.adopt(self.bell):
+            return False
+        if self._used is not None:
+            self._used.close()
+        self._used = reads
+        return True
 
     def _heard(self, error: KVError | None) -> None:
         """A read was answered, or their line broke."""
@@ -137,8 +158,11 @@ class Link:
 
     def _open_reads(self) -> None:
         assert self._connection is not None
-        if self._reads is None or self._reads[0].broken:
-            self._reads = self._connection.reads(self._heard), self._connection.questions
+        if self._reads is not None and self._reads.broken:
+            self._reads.hang_up()
+            self._reads = None
+        if self._reads is None:
+            self._reads = self._connection.reads(self._heard)
 
     def ask(self, call: Callable[[EngineCalls], T]) -> Answer[T]:
         """Makes a call soon; fails with NotReady while the daemon is away."""
@@ -178,10 +202,14 @@ class Link:
         return answer
 
     def close(self) -> None:
-        """Leaves; what was not heard is given up."""
+        """Leaves; what was not heard is given up. By the thread that reads."""
         self._stopping = True
         self._wanted.put(None)
         self._thread.join(timeout=5.0)
+        if self._used is not None:
+            self._used.close()
+            self._used = None
+        self.bell.close()
 
     # ------------------------------------------------------------------------------ the thread
 
@@ -316,7 +344,7 @@ class Link:
         if self._connection is not None:
             self._connection.close()
         if self._reads is not None:
-            self._reads[0].close()
+            self._reads.hang_up()
         self._connection = self._reads = None
         with self._pulls_lock:
             pulls, self._pulls = self._pulls, {}

@@ -93,6 +93,7 @@ class Scheduling:
             return max(more, 0)
         now = time.monotonic()
         if held.lookup is not None:
+            self._line.hear()
             if held.lookup.done():
                 held.known = result_or(held.lookup, 0)
                 held.lookup = None
@@ -116,7 +117,7 @@ class Scheduling:
             held.known = 0
             return
         wanted = Wanted(held.about, len(held.keys), self._tokens)
-        held.lookup = self._waited(self._line.read(lambda questions: questions.lookup(wanted.keys, wanted.tokens)))
+        held.lookup = self._waited(self._line.read(lambda to: to.lookup(wanted.keys, wanted.tokens), wanted.segments))
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
         """The request has blocks; where the cache shall fill some, their pages are leased now."""
@@ -135,15 +136,14 @@ class Scheduling:
         lease_id = self._new_lease("load", request_id)
         wanted = Wanted(held.about, first + count, self._tokens)
         asked = self._waited(
-            self._line.read(lambda questions: questions.acquire(lease_id, wanted.keys, name=wanted.about.name))
+            self._line.read(lambda to: to.acquire(lease_id, wanted.keys, name=wanted.about.name), wanted.segments)
         )
         held.load = Load(lease_id, first, list(block_ids[first : first + count]), asked, self._line.epoch)
 
     def _waited(self, answer: Answer[T]) -> Answer[T]:
         """An answer that an idle engine waits for."""
-        bell = self._line.bell.rung
-        bell.clear()  # what it was rung for is seen before the engine waits again
-        answer.wake(bell)
+        self._line.bell.clear()  # what it was rung for is seen before the engine waits again
+        answer.wake(self._line.bell.ring)
         return answer
 
     def _new_lease(self, kind: str, request_id: str) -> int:
@@ -270,6 +270,7 @@ class Scheduling:
         request; asked only where they matter.
         """
         self._notice_epoch()
+        self._line.hear()
         for request_id in preempted:
             if request_id in self._held:
                 self._held[request_id].preempt()

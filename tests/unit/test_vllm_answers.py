@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -41,12 +43,42 @@ def test_who_waits_for_an_answer_is_woken() -> None:
         thread.join()
 
 
-def test_a_bell_that_was_rung_before_is_heard_at_once() -> None:
-    bell = Bell()
-    bell.rung.set()
+@pytest.fixture
+def bell() -> Iterator[Bell]:
+    made = Bell()
+    yield made
+    made.close()
+
+
+def test_a_bell_that_was_rung_before_is_heard_at_once(bell: Bell) -> None:
+    bell.ring()
+    bell.ring()
     bell.wait(WAIT_S)
-    assert not bell.rung.is_set()
+    assert not bell.rung
     bell.wait(0)
+
+
+def test_a_wait_ends_when_another_thread_rings(bell: Bell) -> None:
+    for _ in range(200):
+        thread = threading.Thread(target=bell.ring)
+        thread.start()
+        while not bell.rung:  # a wait may end too early, never too late
+            bell.wait(WAIT_S)
+        bell.clear()
+        thread.join()
+    bell.clear()
+    assert not bell.rung
+
+
+def test_a_ring_that_was_taken_back_is_not_heard(bell: Bell) -> None:
+    bell.ring()
+    bell.clear()
+    assert not has_something(bell)
+
+
+def has_something(bell: Bell) -> bool:
+    """Whether a wait would end at once."""
+    return bool(bell._watched.poll(0))
 
 
 def test_a_bell_is_rung_by_an_answer_whether_it_comes_before_or_after() -> None:
@@ -54,11 +86,33 @@ def test_a_bell_is_rung_by_an_answer_whether_it_comes_before_or_after() -> None:
         bell, answer = Bell(), Answer[int]()
         if early:
             answer.set_result(1)
-        answer.wake(bell.rung)
+        answer.wake(bell.ring)
         if not early:
             answer.set_exception(NotReady("away"))
-        assert bell.rung.is_set()
+        assert bell.rung
+        bell.close()
 
 
-def test_a_bell_does_not_come_along_to_another_process() -> None:
-    assert pickle.loads(pickle.dumps(Bell())) is None
+def test_what_comes_on_a_watched_line_ends_the_wait_until_it_is_read(bell: Bell) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        bell.watch(near)
+        assert not has_something(bell)
+        far.send(b"x")
+        bell.wait(WAIT_S)
+        assert has_something(bell)
+        near.recv(1)
+        assert not has_something(bell)
+    bell.ring()
+    bell.wait(WAIT_S)
+    assert not has_something(bell)  # a line that was closed is not watched any more
+
+
+def test_ringing_a_closed_bell_does_nothing() -> None:
+    bell = Bell()
+    bell.close()
+    bell.ring()
+
+
+def test_a_bell_does_not_come_along_to_another_process(bell: Bell) -> None:
+    assert pickle.loads(pickle.dumps(bell)) is None

@@ -49,7 +49,7 @@ class FakeConnection:
 
     broken = False
 
-    def end_if_overdue(self) -> None: ...
+    def hang_up(self) -> None: ...
 
     def look(self) -> None:
         if self._daemon.gone:

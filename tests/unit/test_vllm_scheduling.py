@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from kvmanager.clients.callqueue import Answer
@@ -45,7 +47,11 @@ class FakeLine:
         self.asked.append((str(said[0][0]), said[0][1:], future))
         return future
 
-    read = ask
+    def read(self, call, keys):
+        assert keys > 0
+        return self.ask(call)
+
+    def hear(self): ...
 
     def tell(self, call):
         call(Calls(self.told))
@@ -68,8 +74,10 @@ class FakeLine:
 
 
 @pytest.fixture
-def line() -> FakeLine:
-    return FakeLine()
+def line() -> Iterator[FakeLine]:
+    made = FakeLine()
+    yield made
+    made.bell.close()
 
 
 @pytest.fixture
