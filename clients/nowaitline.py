@@ -22,7 +22,7 @@ from kvmanager.clients.attach import Attachment
 from kvmanager.clients.callline import Question, open_line
 from kvmanager.clients.callqueue import Answer
 from kvmanager.errors import DaemonError, KVError, NotReady, PeerUnreachable
-from kvmanager.framing import FrameReader, framed
+from kvmanager.framing import FrameReader, frame_header
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.units import KIB, SECOND_NS
 from kvmanager.wire import MESSAGE_MAX_BYTES, error_from_proto
@@ -70,7 +70,8 @@ class NoWaitLine:
         """Sends a call. None, and nothing is sent, where it is too large or too many wait; then ask another way."""
         call = question.call
         call.timeout_ns = int(self._timeout_s * SECOND_NS)
-        frame = framed(call.SerializeToString(), MESSAGE_MAX_BYTES)
+        payload = call.SerializeToString()
+        frame = frame_header(payload, (), MESSAGE_MAX_BYTES) + payload
         if len(frame) > MOST_BYTES or self.broken:
             return None
         sent = _LIBC.send(self._channel.fileno(), frame, len(frame), _FLAGS)

@@ -46,12 +46,8 @@ class Frame:
             os.close(fd)
 
 
-def framed(payload: bytes, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    """A frame without descriptors, as it is sent. Raises LimitExceeded."""
-    return _header(payload, (), max_bytes) + payload
-
-
-def _header(payload: bytes, fds: Sequence[int], max_bytes: int) -> bytes:
+def frame_header(payload: bytes, fds: Sequence[int], max_bytes: int) -> bytes:
+    """What goes before a payload. Raises LimitExceeded."""
     _check_size(len(payload), len(fds), max_bytes)
     return _HEADER.pack(len(payload), len(fds))
 
@@ -80,7 +76,7 @@ class FrameWriter:
 
         Frames keep their order, but one that `yields` lets all pass that do not.
         """
-        header = _header(payload, fds, MAX_FRAME_BYTES)
+        header = frame_header(payload, fds, MAX_FRAME_BYTES)
         frame = memoryview(header + payload), tuple(_duplicate(fd) for fd in fds)
         (self._yielding if yields else self._queue).append(frame)
 
@@ -194,7 +190,7 @@ def send_frame(
 
     A socket that does not block must take the whole frame at once, otherwise it is PeerUnreachable.
     """
-    data = memoryview(_header(payload, fds, max_bytes) + payload)
+    data = memoryview(frame_header(payload, fds, max_bytes) + payload)
     try:
         sent = socket.send_fds(sock, [data], fds) if fds else sock.send(data)
         if sent < len(data):  # an empty send fails when the other side has read it all and closed

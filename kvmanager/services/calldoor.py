@@ -32,7 +32,7 @@ from kvmanager.services.callers import Callers
 from kvmanager.services.parsing import read_message
 from kvmanager.wire import MESSAGE_MAX_BYTES, error_to_proto
 
-OF_ONE_CLIENT: Final = 4
+OF_ONE_CLIENT: Final = 6
 """Connections with one token for calls, and as many for sessions: one that is broken may not have ended yet."""
 GRACE_S: Final = 1.0
 """How long sessions that were ended have to say so, as gRPC's have."""
