@@ -132,6 +132,7 @@ class FrameStream:
         """Connects; where that fails, the stream has ended."""
         self.end = StreamEnd()
         self._sending = threading.Lock()
+        self._unsent: KVError | None = None
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         refused = self._enter(attachment)
         self._thread = threading.Thread(
@@ -169,6 +170,15 @@ class FrameStream:
     def _deliver_all(self, deliver: Deliver) -> StreamEnd:
         try:
             hear(self._channel)
+        except PeerUnreachable as error:
+            return _lost(self._unsent or error)
+        except KVError as error:
+            return StreamEnd(error)
+        return self._deliver_replies(deliver)
+
+    def _deliver_replies(self, deliver: Deliver) -> StreamEnd:
+        # What can't be read is a lost stream, no answer: the daemon may have counted the message that waits for one.
+        try:
             while (frame := receive_frame(self._channel, MESSAGE_MAX_BYTES)) is not None:
                 frame.close()
                 if not frame.payload:
@@ -179,12 +189,12 @@ class FrameStream:
                     return StreamEnd(error_from_proto(reply.end) if reply.end.reason else None)
                 deliver(reply)
         except PeerUnreachable as error:
-            return _lost(error)
+            return _lost(self._unsent or error)
         except KVError as error:
-            return StreamEnd(error)
+            return _lost(error)
         except DecodeError as error:
-            return StreamEnd(DaemonError(f"a frame of a session is no StepReply: {error}; is it a kvmanager node?"))
-        return _lost(PeerUnreachable("the daemon closed it"))
+            return _lost(DaemonError(f"a frame is no StepReply: {error}; is it a kvmanager node?"))
+        return _lost(self._unsent or PeerUnreachable("the daemon closed it"))
 
     def _answer_ping(self) -> None:
         # Who holds the lock, or filled the socket, has sent something: that is a sign of life as good as this.
@@ -203,7 +213,8 @@ class FrameStream:
         with self._sending:
             try:
                 send_frame(self._channel, payload, (), MESSAGE_MAX_BYTES)
-            except PeerUnreachable:  # part of it may have gone; the reader finds what the daemon said
+            except PeerUnreachable as error:  # part of it may have gone; the reader finds what the daemon said
+                self._unsent = self._unsent or error
                 self._break()
 
     def close(self, timeout_s: float) -> None:

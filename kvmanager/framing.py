@@ -188,13 +188,16 @@ def send_frame(
 ) -> None:
     """Sends one frame; the fds stay open here. Raises LimitExceeded, PeerUnreachable.
 
-    A socket that does not block must take the whole frame at once, otherwise it is PeerUnreachable.
+    A socket that does not block must take the whole frame at once, and one with a time-out some of it within that,
+    otherwise it is PeerUnreachable.
     """
     data = memoryview(frame_header(payload, fds, max_bytes) + payload)
     try:
         sent = socket.send_fds(sock, [data], fds) if fds else sock.send(data)
         if sent < len(data):  # an empty send fails when the other side has read it all and closed
             sock.sendall(data[sent:])
+    except (BlockingIOError, TimeoutError) as error:
+        raise PeerUnreachable("the other side of the socket takes no more of a frame") from error
     except OSError as error:
         raise PeerUnreachable(f"the other side of the socket is gone: {error}") from error
 

@@ -8,9 +8,11 @@ import signal
 import socket
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from nodes_support import (
+    ROWS,
     SPAN,
     Node,
     node,
@@ -27,11 +29,14 @@ from kvmanager.clients.attach import attach, grpc_channel, hear
 from kvmanager.clients.attached_engine import AttachedEngine
 from kvmanager.clients.engine import EngineClient, RequestStep
 from kvmanager.clients.sessionstream import CallStream, FrameStream, StreamEnd
+from kvmanager.daemon.sessions import UNREAD_MAX_BYTES
 from kvmanager.demo.nodes import NAMESPACE
 from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, StaleBoot, StaleEpoch, Suspect, Unauthorized
 from kvmanager.framing import receive_frame, send_frame, send_json
+from kvmanager.layout import GLM53_TINY
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import CALLS_SOCKET
+from kvmanager.units import KIB, MIB
 from kvmanager.wire import MESSAGE_MAX_BYTES, error_from_proto
 from tests.integration import nodes_support
 
@@ -52,7 +57,21 @@ sys.stdin.readline()
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[Node]:
-    quick = '[fence]\naction = "hold"\nping_ms = 200\nsilence_ms = 400\n'
+    quick = f"""
+[fence]
+action = "hold"
+ping_ms = 200
+silence_ms = 400
+[[group]]
+name = "others"
+kind = "sharded"
+format = "{GLM53_TINY.name}"
+ranks = 2
+page_rows = {ROWS}
+interleave = 1
+hbm_bytes_per_rank = "1 MiB"
+host_bytes_per_rank = "1 MiB"
+"""
     with node(tmp_path_factory.mktemp("frames"), "frames", prefill_toml, pages=64, more=quick) as running:
         yield running
 
@@ -107,6 +126,12 @@ def raw(served: Node, engine: AttachedEngine) -> Iterator[Raw]:
     made = Raw(served, engine)
     yield made
     made.channel.close()
+
+
+def anonymous_bytes(served: Node) -> int:
+    """Memory of the daemon itself."""
+    text = Path(f"/proc/{served.pid_of('daemon')}/status").read_text(encoding="ascii")
+    return int(text.partition("RssAnon:")[2].split()[0]) * KIB
 
 
 def state_of(served: Node, name: str) -> str:
@@ -219,6 +244,10 @@ def test_who_does_not_read_is_suspect_and_others_are_served(served: Node, engine
     """What waits for it is bounded: it sends until the daemon takes no more, and loses its connection."""
     closes = [pb.CloseRequest(request_id=number, reason=pb.FINISHED) for number in range(100)]  # of nothing: all fail
     fence = engine.workers.fence()
+    other = AttachedEngine(
+        served.runtime_dir, "other", group="others", namespace=NAMESPACE, layouts=[nodes_support.LAYOUT], ranks=2
+    )
+    before = anonymous_bytes(served)
     sent = 0
     with contextlib.suppress(KVError):
         while sent < 100_000:
@@ -226,7 +255,13 @@ def test_who_does_not_read_is_suspect_and_others_are_served(served: Node, engine
             sent += 1
             if sent % 100 == 0:
                 served.admin.status()
+                other.step()
     assert sent < 100_000
+    grown = anonymous_bytes(served) - before
+    print(f"{sent} steps unread: the daemon grew by {grown / MIB:.1f} MiB")
+    assert grown < 2 * UNREAD_MAX_BYTES
+    assert not other.step().errors
+    other.close()
     wait_for(lambda: state_of(served, "engine") == "suspect", lambda: f"{sent} steps")
     replies = []
     with contextlib.suppress(KVError):
@@ -236,6 +271,27 @@ def test_who_does_not_read_is_suspect_and_others_are_served(served: Node, engine
     assert numbers == list(range(1, len(numbers) + 1)), "what was sent before came whole and in order"
     ends = [error_from_proto(reply.end) for reply in replies[len(numbers) :]]
     assert all(isinstance(error, Suspect) for error in ends), ends
+
+
+def test_who_gives_signs_of_life_and_reads_nothing_loses_its_connection(
+    served: Node, engine: AttachedEngine, raw: Raw
+) -> None:
+    """Too few replies to be too many unread ones, and more than its socket takes: it is broken off by time alone."""
+    closes = [pb.CloseRequest(request_id=number, reason=pb.FINISHED) for number in range(100)]
+    fence = engine.workers.fence()
+    for number in range(1, 101):
+        raw.send(number, fence=fence, close=closes)
+    with contextlib.suppress(KVError):
+        while True:
+            send_frame(raw.channel, b"")
+            served.admin.status()
+    wait_for(lambda: state_of(served, "engine") == "suspect")
+    replies = []
+    with contextlib.suppress(KVError):
+        while (reply := raw.read()) is not None:
+            replies.append(reply)
+    assert [reply.number for reply in replies] == list(range(1, len(replies) + 1))
+    assert 0 < len(replies) < 100, "the socket took all of them: nothing was proved"
 
 
 def test_a_stopped_process_is_suspect_and_goes_on_when_it_wakes(served: Node) -> None:
