@@ -188,8 +188,7 @@ def send_frame(
 ) -> None:
     """Sends one frame; the fds stay open here. Raises LimitExceeded, PeerUnreachable.
 
-    A socket that does not block must take the whole frame at once, and one with a time-out some of it within that,
-    otherwise it is PeerUnreachable.
+    PeerUnreachable: also a socket that does not block and takes less, or that takes nothing within its time-out.
     """
     data = memoryview(frame_header(payload, fds, max_bytes) + payload)
     try:
