@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -16,20 +16,15 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from kvmanager.clients.attach import Attachment, attach, grpc_channel
-from kvmanager.clients.callline import Question, SteadyLine
+from kvmanager.clients.callline import Question, Refused, SteadyLine
 from kvmanager.clients.engine import EngineClient
 from kvmanager.clients.rankmemory import Memory
 from kvmanager.clients.worker import WorkerGroup, WorkerRank, connect_worker
-from kvmanager.errors import DaemonError
+from kvmanager.errors import DaemonError, KVError
 from kvmanager.layout import KVLayout
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.units import SECOND_NS
-from kvmanager.wire import (
-    TEXT_CHARS,
-    pack_u32,
-    unpack_u32,
-    unpack_u64,
-)
+from kvmanager.wire import TEXT_CHARS, listed_u32, listed_u64, pack_u32
 
 T = TypeVar("T")
 LEASE_TTL_NS: Final = 60 * SECOND_NS
@@ -51,7 +46,7 @@ class Lease:
 
 
 class Questions:
-    """Lease calls of one registered engine that change nothing which a repeat would not, as messages."""
+    """Lease calls of one registered engine, as messages to the daemon of the boot that it knows now."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -75,6 +70,46 @@ class Questions:
         )  # fmt: skip
         return Question(pb.CacheCall(acquire=request), lambda answer: _acquired(answer.acquire))
 
+    def done(
+        self, lease_id: int, fence: pb.Fence | None = None, failed_pages: Sequence[int] = (), failure: str = ""
+    ) -> Question[None]:
+        """See `LeaseCalls.done`."""
+        request = pb.DoneRequest(
+            boot_id=self._client.boot_id, epoch=self._client.epoch, lease_id=lease_id,
+            failed_pages=pack_u32(failed_pages), fence=fence, failure=failure[:TEXT_CHARS],
+        )  # fmt: skip
+        return Question(pb.CacheCall(done=request), _nothing)
+
+    def reserve(
+        self, lease_id: int, keys: bytes, session_id: str = "", lease_ttl_ns: int = LEASE_TTL_NS,
+        token_ids: bytes = b"", name: str = "",
+    ) -> Question[Lease]:  # fmt: skip
+        """See `LeaseCalls.reserve`."""
+        reserve = pb.StoreReserve(
+            keys=keys, lease_ttl_ns=lease_ttl_ns, request_id=lease_id, session=pb.SessionHint(session_id=session_id),
+            token_ids=token_ids, name=name,
+        )  # fmt: skip
+        return Question(self._store(reserve=reserve), lambda answer: _reserved(answer.store))
+
+    def commit(
+        self, lease_id: int, fence: pb.Fence, tokens: int = 0, sums: Mapping[int, bytes] = MappingProxyType({})
+    ) -> Question[None]:
+        """See `LeaseCalls.commit`."""
+        commit = pb.StoreCommit(
+            lease_id=lease_id, fence=fence, tokens=tokens, summed_pages=pack_u32(list(sums)),
+            sums=b"".join(sums.values()),
+        )  # fmt: skip
+        return Question(self._store(commit=commit), _nothing)
+
+    def abort(self, lease_id: int, fence: pb.Fence | None = None) -> Question[None]:
+        """See `LeaseCalls.abort`."""
+        return Question(self._store(abort=pb.StoreAbort(lease_id=lease_id, fence=fence)), _nothing)
+
+    def _store(self, **step: Any) -> pb.CacheCall:
+        return pb.CacheCall(
+            store=pb.StoreRequest(boot_id=self._client.boot_id, epoch=self._client.epoch, **step)
+        )
+
 
 class LeaseCalls:
     """The lease calls of one registered engine. Raises the daemon's typed errors, NotReady when it does not answer.
@@ -86,16 +121,17 @@ class LeaseCalls:
         self._line = SteadyLine(attachment, timeout_s)
         self._client = client
         self._timeout_s = timeout_s
-        self._questions = Questions(client)
+        self.questions: Final = Questions(client)
+        """Its calls as messages."""
         self._lock = threading.Lock()
 
     def lookup(self, keys: bytes, tokens: int) -> int:
         """See `Questions.lookup`."""
-        return self._answered(self._questions.lookup(keys, tokens))
+        return self._answered(self.questions.lookup(keys, tokens))
 
     def acquire(self, lease_id: int, keys: bytes, lease_ttl_ns: int = LEASE_TTL_NS, name: str = "") -> Lease:
         """See `Questions.acquire`."""
-        return self._answered(self._questions.acquire(lease_id, keys, lease_ttl_ns, name))
+        return self._answered(self.questions.acquire(lease_id, keys, lease_ttl_ns, name))
 
     def done(
         self, lease_id: int, fence: pb.Fence | None = None, failed_pages: Sequence[int] = (), failure: str = ""
@@ -104,11 +140,21 @@ class LeaseCalls:
 
         `failed_pages`: those whose bytes are not right; they are not offered again. `failure`: why copies failed.
         """
-        request = pb.DoneRequest(
-            boot_id=self._client.boot_id, epoch=self._client.epoch, lease_id=lease_id,
-            failed_pages=pack_u32(failed_pages), fence=fence, failure=failure[:TEXT_CHARS],
-        )  # fmt: skip
-        self._answered(Question(pb.CacheCall(done=request), lambda _: None))
+        self._answered(self.questions.done(lease_id, fence, failed_pages, failure))
+
+    def release(self, lease_id: int, fence: pb.Fence | None = None) -> None:
+        """As `done` for copies that ended well, said and not waited for: it is on its way when this returns.
+
+        The daemon's answer is read with the next call's, and logged where it is an error; a daemon that was replaced
+        before it heard is told with the next call after `renew`. Raises NotReady.
+        """
+        with self._lock:
+            self._line.tell(lambda: self.questions.done(lease_id, fence))
+
+    def settle(self) -> None:
+        """Waits until all that was released was heard. Raises NotReady."""
+        with self._lock:
+            self._line.settle()
 
     def reserve(
         self, lease_id: int, keys: bytes, session_id: str = "", lease_ttl_ns: int = LEASE_TTL_NS,
@@ -118,12 +164,7 @@ class LeaseCalls:
 
         `token_ids`: u32, those of the keys, where the namespace asks for them.
         """
-        reserve = pb.StoreReserve(
-            keys=keys, lease_ttl_ns=lease_ttl_ns, request_id=lease_id, session=pb.SessionHint(session_id=session_id),
-            token_ids=token_ids, name=name,
-        )  # fmt: skip
-        reply = self._store(reserve=reserve)
-        return _lease(reply.tokens, reply.spans, {})
+        return self._answered(self.questions.reserve(lease_id, keys, session_id, lease_ttl_ns, token_ids, name))
 
     def commit(
         self, lease_id: int, fence: pb.Fence, tokens: int = 0, sums: Mapping[int, bytes] = MappingProxyType({})
@@ -132,19 +173,27 @@ class LeaseCalls:
 
         `sums`: page -> checksums as in `Lease.sums`, of what was written. Raises UnknownLease.
         """
-        commit = pb.StoreCommit(
-            lease_id=lease_id, fence=fence, tokens=tokens, summed_pages=pack_u32(list(sums)),
-            sums=b"".join(sums.values()),
-        )  # fmt: skip
-        self._store(commit=commit)
+        self._answered(self.questions.commit(lease_id, fence, tokens, sums))
+
+    def commit_and_reserve(self, lease_id: int, fence: pb.Fence, then: Question[Lease]) -> Lease:
+        """`commit`, and the `reserve` of what is stored next, in one go: half the round trips of a row of stores.
+
+        `then`: of `Questions.reserve`. Raises what the commit raises, and then nothing is reserved; PoolExhausted when
+        the pages are committed and none are reserved.
+        """
+        with self._lock:
+            committed, reserved = self._line.exchange_all([self.questions.commit(lease_id, fence), then])
+            if isinstance(committed, Refused) and not isinstance(reserved, Refused):
+                self._line.tell(lambda: self.questions.abort(then.call.store.reserve.request_id))
+        for answer in (committed, reserved):
+            if isinstance(answer, Refused):
+                raise answer.error
+        lease: Lease = reserved
+        return lease
 
     def abort(self, lease_id: int, fence: pb.Fence | None = None) -> None:
         """Gives the pages back; nothing of them is published. Raises UnknownLease."""
-        self._store(abort=pb.StoreAbort(lease_id=lease_id, fence=fence))
-
-    def _store(self, **step: Any) -> pb.StoreReply:
-        request = pb.StoreRequest(boot_id=self._client.boot_id, epoch=self._client.epoch, **step)
-        return self._answered(Question(pb.CacheCall(store=request), lambda answer: answer.store))
+        self._answered(self.questions.abort(lease_id, fence))
 
     def _answered(self, question: Question[T]) -> T:
         with self._lock:
@@ -156,8 +205,16 @@ class LeaseCalls:
 
 
 def _lease(tokens: int, spans: Sequence[pb.SpanRun], sums: dict[int, bytes]) -> Lease:
-    uids = [uid for run in spans for uid in unpack_u64(run.uids, "uids").tolist()]
+    uids = [uid for run in spans for uid in listed_u64(run.uids, "uids")]
     return Lease(tokens, lease_pages(spans), uids, sums)
+
+
+def _nothing(_: pb.CacheAnswer) -> None:
+    pass
+
+
+def _reserved(reply: pb.StoreReply) -> Lease:
+    return _lease(reply.tokens, reply.spans, {})
 
 
 def _acquired(reply: pb.AcquireReply) -> Lease:
@@ -165,7 +222,7 @@ def _acquired(reply: pb.AcquireReply) -> Lease:
 
 
 def _sums(reply: pb.AcquireReply) -> dict[int, bytes]:
-    pages = unpack_u32(reply.summed_pages, "summed_pages").tolist()
+    pages = listed_u32(reply.summed_pages, "summed_pages")
     each, rest = divmod(len(reply.sums), len(pages)) if pages else (0, len(reply.sums))
     if rest or each % 8:
         raise DaemonError(f"{len(reply.sums)} bytes of sums for {len(pages)} pages")
@@ -178,7 +235,7 @@ def lease_pages(spans: Sequence[pb.SpanRun]) -> list[int]:
     for run in spans:
         if len(run.pages) != 1:
             raise DaemonError(f"a cache group has one page class, the answer has {len(run.pages)}")
-        pages += unpack_u32(run.pages[0].device_pages, "device_pages").tolist()
+        pages += listed_u32(run.pages[0].device_pages, "device_pages")
     return pages
 
 
@@ -215,6 +272,7 @@ class CacheEngine:
             self.lookup = self._calls.lookup
             self.acquire = self._calls.acquire
             self.reserve = self._calls.reserve
+            self.settle = self._calls.settle
             self._rows = [page_rows(rank) for rank in self.workers.ranks]
             self._undo = undo.pop_all()
 
@@ -227,9 +285,18 @@ class CacheEngine:
         """See `LeaseCalls.done`."""
         self._calls.done(lease_id, self.workers.fence(), failed_pages, failure)
 
+    def release(self, lease_id: int) -> None:
+        """See `LeaseCalls.release`."""
+        self._calls.release(lease_id, self.workers.fence())
+
     def commit(self, lease_id: int, tokens: int = 0, sums: Mapping[int, bytes] = MappingProxyType({})) -> None:
         """See `LeaseCalls.commit`; what was written so far is fenced."""
         self._calls.commit(lease_id, self.workers.fence(), tokens, sums)
+
+    def commit_and_reserve(self, lease_id: int, then_lease_id: int, then_keys: bytes) -> Lease:
+        """See `LeaseCalls.commit_and_reserve`."""
+        then = self._calls.questions.reserve(then_lease_id, then_keys)
+        return self._calls.commit_and_reserve(lease_id, self.workers.fence(), then)
 
     def abort(self, lease_id: int) -> None:
         """See `LeaseCalls.abort`."""
@@ -249,6 +316,8 @@ class CacheEngine:
         """Detaches the ranks and leaves."""
         with self._undo:
             try:
+                with suppress(KVError):  # the daemon is away
+                    self._calls.settle()
                 self.workers.detach()
             finally:
                 self.client.close()

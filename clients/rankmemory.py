@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvmanager.errors import InvalidArgument
 from kvmanager.transport.executor import RegionMap
+from kvmanager.transport.firsttouch import FirstTouch
 from kvmanager.wire import RegionInfo, RegionKind
 
 if TYPE_CHECKING:
@@ -31,6 +32,13 @@ class RankMemory:
         self.arrays = arrays
         self.gpu = gpu
         self._words = timelines.view("<u8")
+        # On a GPU node the memory is pinned, which does the same.
+        self._first_touch = FirstTouch(list(arrays.values())) if gpu is None else None
+
+    def close(self) -> None:
+        """Ends what goes on in the background. The mappings live on until nobody holds a view of them."""
+        if self._first_touch is not None:
+            self._first_touch.close()
 
     def device_view(self, region_id: int) -> Any:
         """The bytes of a device region: a torch tensor of GPU memory, or a numpy array; never a copy."""

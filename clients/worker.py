@@ -105,6 +105,7 @@ class WorkerRank:
 
     def close(self) -> None:
         """Ends the connection. The mappings live on until nobody holds a view of them."""
+        self.memory.close()
         if self.memory.gpu is not None:
             self.memory.gpu.close()
         self._channel.close()

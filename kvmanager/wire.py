@@ -39,6 +39,9 @@ TEXT_CHARS: Final = 256
 MESSAGE_MAX_BYTES: Final = 64 * MIB
 """Largest gRPC message either way."""
 _STRUCT_CODES: Final = {"<u4": "I", "<u8": "Q", "<i8": "q"}
+_WIDTHS: Final = {"<u4": 4, "<u8": 8, "<i8": 8}
+_FEW: Final = 64
+"""Up to so many numbers numpy's set-up costs more than the work on each."""
 _MESSAGE_CHARS: Final = 2000
 """Of an error's text in gRPC metadata, which peers limit to 8 KiB in all."""
 
@@ -83,6 +86,8 @@ def _pack(values: npt.ArrayLike, kind: str) -> bytes:
     array = np.asarray(values)
     if array.size == 0:
         return b""
+    if array.ndim == 1 and array.size <= _FEW and array.dtype.kind in "iu":
+        return _pack_sequence(array.tolist(), kind)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidArgument(f"can't pack {array.dtype} of shape {array.shape} as {kind}: whole numbers in one row")
     limits = np.iinfo(kind)
@@ -100,10 +105,32 @@ def _pack_sequence(values: list[Any] | tuple[Any, ...], kind: str) -> bytes:
 
 
 def _unpack(data: bytes, kind: str, field: str) -> npt.NDArray[Any]:
-    width = np.dtype(kind).itemsize
+    _check_whole(data, _WIDTHS[kind], field)
+    return np.frombuffer(data, dtype=kind)
+
+
+def _check_whole(data: bytes, width: int, field: str) -> None:
     if len(data) % width:
         raise InvalidArgument(f"{field}: {len(data)} bytes are no whole number of {width}-byte values")
-    return np.frombuffer(data, dtype=kind)
+
+
+def listed_u32(data: bytes, field: str) -> list[int]:
+    """As `unpack_u32`, as a list: for what is looked at one by one."""
+    return _listed(data, "<u4", field)
+
+
+def listed_u64(data: bytes, field: str) -> list[int]:
+    """As `unpack_u64`, as a list."""
+    return _listed(data, "<u8", field)
+
+
+def _listed(data: bytes, kind: str, field: str) -> list[int]:
+    width = _WIDTHS[kind]
+    _check_whole(data, width, field)
+    count = len(data) // width
+    if count > _FEW:
+        return np.frombuffer(data, dtype=kind).tolist()  # type: ignore[no-any-return]
+    return list(struct.unpack(f"<{count}{_STRUCT_CODES[kind]}", data))
 
 # ------------------------------------------------------------------------------ layouts and regions
 

@@ -46,7 +46,7 @@ class EndLease:
     committed: its pages are filled then and become findable; needs a fence. committed_tokens: as far as they are, from
     the prompt's first token on; 0: all. failed_pages: those that could not be read; failure: why, in the engine's
     words. summed_pages: those of which `sums` has checksums, made by who filled them: u64, page by page, of each rank
-    by rank, section by section.
+    by rank, section by section. seen: what the fence's timelines show now, as a `TimelinesRead` just before would.
     """
 
     engine: str
@@ -59,6 +59,7 @@ class EndLease:
     failure: str = ""
     summed_pages: tuple[int, ...] = ()
     sums: bytes = b""
+    seen: dict[int, int] = field(default_factory=dict)
 
 
 LeaseEvent = AcquirePrefix | ReserveSpans | EndLease

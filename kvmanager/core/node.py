@@ -188,6 +188,8 @@ class Node:
             case ReserveSpans():
                 return Replied(leases.reserve(self.state, event))
             case EndLease():
+                if event.seen:
+                    self._timelines(event.seen)
                 leases.end(self.state, event)
         return Replied(None)
 
@@ -212,7 +214,7 @@ class Node:
         """Events that nobody waits for an answer to."""
         match event:
             case TimelinesRead():
-                self._timelines(event)
+                self._timelines(event.values)
             case PlanEnded():
                 plan_ended(self.state, event.plan_id, event.outcome, event.error, event.sums)
             case EngineSuspect():
@@ -255,9 +257,9 @@ class Node:
             group.unblock()
             reconsider(self.state, group)
 
-    def _timelines(self, event: TimelinesRead) -> None:
+    def _timelines(self, values: dict[int, int]) -> None:
         state, known = self.state, self.state.timelines
-        risen = {attach: value for attach, value in event.values.items() if value > known.get(attach, value)}
+        risen = {attach: value for attach, value in values.items() if value > known.get(attach, value)}
         engines = [engine for engine in state.all_engines() if engine.fences or engine.ended]
         for engine in engines if risen else ():
             if any(attach in risen for attach in engine.standing(known)):

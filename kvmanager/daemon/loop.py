@@ -12,9 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from kvmanager.core.events import READS, Effect, Event, Replied, Step, Tick, TimelinesRead
@@ -52,14 +50,16 @@ class _Apply:
             self.answered(error)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Inspect:
+    """found: (whether it was refused, the answer or why). given_up: nobody waits for it any more."""
+
     look: Callable[[Node], Any]
-    result: Future[Any]
+    found: queue.SimpleQueue[tuple[bool, Any]]
+    given_up: bool = False
 
     def refuse(self, error: KVError) -> None:
-        if self.result.set_running_or_notify_cancel():
-            self.result.set_exception(error)
+        self.found.put((True, error))
 
 
 class _Look:
@@ -141,13 +141,17 @@ class OwnerLoop:
 
         Raises its KVError, or NotReady, also when the core does not come to it within `timeout_s`.
         """
-        result: Future[T] = Future()
-        self._do(_Inspect(look, result))
+        work = _Inspect(look, queue.SimpleQueue())
+        self._do(work)
         try:
-            return result.result(timeout_s)
-        except FutureTimeout:
-            result.cancel()
+            refused, found = work.found.get(timeout=timeout_s)
+        except queue.Empty:
+            work.given_up = True
             raise NotReady(f"the core did not answer within {timeout_s:g} s; see the daemon's log") from None
+        if refused:
+            raise found
+        seen: T = found
+        return seen
 
     @property
     def tick_age_s(self) -> float:
@@ -251,9 +255,17 @@ class OwnerLoop:
         if isinstance(work, _Inspect):
             self._look(work)
             return
-        if isinstance(work.event, (Step, EndLease)) or self._node.fences_pending:
+        event = work.event
+        if isinstance(event, Step) or self._node.fences_pending:
             self._read_timelines()
+        elif isinstance(event, EndLease) and event.fence:
+            work = _Apply(self._seen(event), work.answered)
         self._apply(work)
+
+    def _seen(self, event: EndLease) -> EndLease:
+        """With what its fence's timelines show now: one event less to apply and to keep."""
+        values = self._timelines.read()
+        return replace(event, seen={attach: values[attach] for attach in event.fence if attach in values})
 
     def _patience(self) -> float:
         """Seconds until the loop must do something by itself."""
@@ -292,17 +304,17 @@ class OwnerLoop:
             self._journal.snapshot(self._node)
 
     def _look(self, work: _Inspect) -> None:
-        if not work.result.set_running_or_notify_cancel():
-            return  # nobody waits any more
+        if work.given_up:
+            return
         try:
             seen = work.look(self._node)
         except KVError as error:
-            work.result.set_exception(error)
+            work.refuse(error)
         except BaseException:
-            work.result.set_exception(_over())
+            work.refuse(_over())
             raise
         else:
-            work.result.set_result(seen)
+            work.found.put((False, seen))
 
 
 def _over() -> NotReady:

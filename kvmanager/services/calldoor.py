@@ -25,7 +25,8 @@ from typing import Final
 
 from kvmanager.daemon.attach import CONNECTIONS_MAX, HELLO_DEADLINE_S
 from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, PeerUnreachable, Unauthorized
-from kvmanager.framing import Frame, error_frame, receive_frame, receive_json, send_frame, send_json
+from kvmanager.framestream import FrameStream, send_frames
+from kvmanager.framing import error_frame, receive_json, send_json
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import CALLS_SOCKET, bind_socket, peer_credentials
 from kvmanager.services.callers import Callers
@@ -175,9 +176,10 @@ class CallDoor:
         def here() -> bool:
             return not _gone(channel)
 
+        frames = FrameStream(channel, MESSAGE_MAX_BYTES)
         while True:
             try:
-                frame = receive_frame(channel, MESSAGE_MAX_BYTES)
+                frame = frames.next()
             except PeerUnreachable:
                 raise
             except KVError as error:  # where the next frame begins, nobody knows
@@ -185,15 +187,15 @@ class CallDoor:
                 return
             if frame is None:
                 return
-            _send(channel, self._answer(frame, token, here))
+            _send(channel, self._answer(*frame, token, here))
 
-    def _answer(self, frame: Frame, token: str, here: Callable[[], bool]) -> pb.CacheAnswer:
-        frame.close()
+    def _answer(self, payload: bytes, fds: int, token: str, here: Callable[[], bool]) -> pb.CacheAnswer:
+        """`fds`: how many descriptors the frame announces; they are closed already."""
         try:
-            if frame.fds:
-                raise InvalidArgument(f"a frame brings {len(frame.fds)} descriptors; this connection takes none")
+            if fds:
+                raise InvalidArgument(f"a frame brings {fds} descriptors; this connection takes none")
             self._callers.bearer(token, "engine")
-            call = read_message(pb.CacheCall.FromString, frame.payload, "CacheCall")
+            call = read_message(pb.CacheCall.FromString, payload, "CacheCall")
         except KVError as error:
             return pb.CacheAnswer(error=error_to_proto(error))
         return self._answers(call, token, here)
@@ -202,9 +204,9 @@ class CallDoor:
 def _send(channel: socket.socket, answer: pb.CacheAnswer) -> None:
     """Sends an answer; of one that is too large, that it is."""
     try:
-        send_frame(channel, answer.SerializeToString(), (), MESSAGE_MAX_BYTES)
+        send_frames(channel, [answer.SerializeToString()], MESSAGE_MAX_BYTES)
     except LimitExceeded as error:
-        send_frame(channel, pb.CacheAnswer(error=error_to_proto(error)).SerializeToString())
+        send_frames(channel, [pb.CacheAnswer(error=error_to_proto(error)).SerializeToString()], MESSAGE_MAX_BYTES)
 
 
 def _refuse(channel: socket.socket, error: KVError) -> None:

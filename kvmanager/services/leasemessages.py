@@ -8,7 +8,7 @@ from kvmanager.core.leasesums import Acquired
 from kvmanager.errors import InvalidArgument
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.services.messages import check_text, check_token_ids, fence_values, span_run
-from kvmanager.wire import pack_u32, pack_u64, unpack_u32
+from kvmanager.wire import listed_u32, pack_u32, pack_u64
 
 
 def acquire_event(engine: str, request: pb.AcquireRequest) -> AcquirePrefix:
@@ -27,7 +27,7 @@ def acquire_reply(answer: Opened) -> pb.AcquireReply:
 
 def done_event(engine: str, request: pb.DoneRequest) -> EndLease:
     """A DoneRequest as an event. Raises InvalidArgument for arrays that do not fit together."""
-    failed = tuple(unpack_u32(request.failed_pages, "failed_pages").tolist())
+    failed = tuple(listed_u32(request.failed_pages, "failed_pages"))
     check_text(request.failure, "failure")
     fence = fence_values(request.fence)
     return EndLease(engine, request.epoch, request.lease_id, fence, failed_pages=failed, failure=request.failure)
@@ -47,7 +47,7 @@ def store_event(engine: str, request: pb.StoreRequest, namespace: pb.Namespace) 
         case "commit":
             commit = request.commit
             fence = fence_values(commit.fence)
-            summed = tuple(unpack_u32(commit.summed_pages, "summed_pages").tolist())
+            summed = tuple(listed_u32(commit.summed_pages, "summed_pages"))
             return EndLease(
                 engine, request.epoch, commit.lease_id, fence, committed=True, committed_tokens=commit.tokens,
                 summed_pages=summed, sums=commit.sums,

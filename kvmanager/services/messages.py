@@ -28,17 +28,20 @@ from kvmanager.core.events import (
     TicketInfo,
     TurnEnded,
 )
+from kvmanager.core.rows import any_true
 from kvmanager.daemon.probe import check_probe
 from kvmanager.errors import InvalidArgument
 from kvmanager.planwire import plan_to_proto
 from kvmanager.protos import kvmanager_pb2 as pb
-from kvmanager.wire import NO_PAGE, TEXT_CHARS, error_to_proto, pack_u32, pack_u64, unpack_u32, unpack_u64
+from kvmanager.wire import NO_PAGE, TEXT_CHARS, error_to_proto, listed_u64, pack_u32, pack_u64, unpack_u32, unpack_u64
 
 _STATES = {
     "runnable": pb.OpenReply.RUNNABLE,
     "waiting": pb.OpenReply.WAITING,
     "refused": pb.OpenReply.REFUSED,
 }
+FEW_PAGES = 16
+"""Up to so many numpy's set-up costs more than the work on each."""
 KEY_HASHES = ("sha256", "sha256_cbor", "vllm_sha256")
 CBOR_KEY_BYTES = 32
 _CLOSINGS = {pb.FINISHED: Closing.FINISHED, pb.ABORTED: Closing.ABORTED, pb.RETRACTED: Closing.RETRACTED}
@@ -97,11 +100,11 @@ def register_event(request: pb.RegisterRequest, tenant: str) -> RegisterEngine:
 
 def fence_values(fence: pb.Fence) -> dict[int, int]:
     """Attach id -> timeline value. Raises InvalidArgument for arrays that do not fit together."""
-    ids = unpack_u64(fence.attach_ids, "fence.attach_ids")
-    values = unpack_u64(fence.values, "fence.values")
+    ids = listed_u64(fence.attach_ids, "fence.attach_ids")
+    values = listed_u64(fence.values, "fence.values")
     if len(ids) != len(values):
         raise InvalidArgument(f"fence: {len(ids)} attach_ids, {len(values)} values")
-    return dict(zip(ids.tolist(), values.tolist(), strict=True))
+    return dict(zip(ids, values, strict=True))
 
 
 def step_event(engine: str, message: pb.StepRequest, namespace: pb.Namespace) -> Step:
@@ -205,6 +208,8 @@ def _turn_end(entry: pb.TurnEnd) -> TurnEnded:
 
 def pages_to_wire(pages: npt.NDArray[np.int64]) -> bytes:
     """Page indexes as u32[], -1 as NO_PAGE."""
+    if len(pages) <= FEW_PAGES:
+        return pack_u32([NO_PAGE if page < 0 else page for page in pages.tolist()])
     return pack_u32(np.where(pages < 0, NO_PAGE, pages))
 
 
@@ -219,7 +224,7 @@ def span_run(table: SpanRunTable) -> pb.SpanRun:
         uids=pack_u64(table.uids),
     )
     for name, (device, host) in table.pages.items():
-        host_pages = pages_to_wire(host) if (host >= 0).any() or (device < 0).any() else b""
+        host_pages = pages_to_wire(host) if any_true(host >= 0) or any_true(device < 0) else b""
         run.pages.add(page_class=name, device_pages=pages_to_wire(device), host_pages=host_pages)
     return run
 

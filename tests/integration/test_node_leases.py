@@ -106,6 +106,26 @@ def test_two_engines_share_the_cache_and_two_models_do_not(served: Node) -> None
     served.wait_at_rest()
 
 
+def test_stores_in_a_row_and_ends_that_nobody_waits_for(served: Node) -> None:
+    held = engine(served.runtime_dir, "a")
+    reserved = held.reserve(1, keys(0, 2))
+    for what in range(4):
+        for place, page in enumerate(reserved.pages):
+            held.page(0, page)[:] = content(what, place)
+        reserved = held.commit_and_reserve(what + 1, what + 2, keys(what + 1, 2))
+        assert held.lookup(keys(what, 2), 3 * ROWS) == 2 * ROWS, "the commit is answered, so all can find it"
+    held.abort(5)
+    for what in range(4):
+        got = held.acquire(10 + what, keys(what, 2))
+        for place, page in enumerate(got.pages):
+            assert np.array_equal(held.page(0, page), content(what, place))
+        held.release(10 + what)
+    held.settle()
+    assert list(served.admin.leases().leases) == []
+    held.close()
+    served.wait_at_rest()
+
+
 def test_an_engine_of_another_layout_is_refused(served: Node) -> None:
     with pytest.raises(LayoutMismatch):
         CacheEngine(

@@ -6,7 +6,7 @@ Its ranks run late, as everybody's do: what a lease gave must hold until the fen
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -202,6 +202,9 @@ class LeaseEngine(SimEngine):
 
     def _end(self, event: EndLease) -> None:
         deaths = self.world.net.happened["daemon died"]
+        if event.request_id % 2:  # an owner loop that looked at the fence's timelines just now
+            words = {rank.attach_id: rank.word for rank in self.ranks}
+            event = replace(event, seen={attach: words[attach] for attach in event.fence})
         answer = self.world.apply(event)
         heard_before = isinstance(answer, UnknownLease) and self.world.net.happened["daemon died"] > deaths
         assert answer is None or heard_before, answer

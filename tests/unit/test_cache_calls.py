@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvmanager.clients.callline import SteadyLine
 from kvmanager.clients.callqueue import CallQueue
-from kvmanager.clients.leases import LeaseCalls, Questions
-from kvmanager.daemon.attach import CONNECTIONS_MAX, ClientIdentity
+from kvmanager.clients.leases import Questions
+from kvmanager.daemon.attach import CONNECTIONS_MAX
 from kvmanager.errors import InvalidArgument, LimitExceeded, NotReady, StaleBoot, Suspect, Unauthorized, UnknownLease
 from kvmanager.framing import receive_frame, receive_json, send_frame, send_json
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -25,56 +22,7 @@ from kvmanager.runtime_dir import CALLS_SOCKET
 from kvmanager.services.calldoor import OF_ONE_CLIENT, CallDoor
 from kvmanager.services.callers import Callers
 from kvmanager.wire import MESSAGE_MAX_BYTES, error_from_proto, error_to_proto
-
-WAIT_S = 60.0
-TOKEN = "t" * 64
-Answered = Callable[[pb.CacheCall], pb.CacheAnswer]
-
-
-def _tokens(call: pb.CacheCall) -> pb.CacheAnswer:
-    return pb.CacheAnswer(lookup=pb.LookupReply(cached_tokens=call.lookup.prompt_tokens))
-
-
-@dataclass
-class Daemon:
-    """A door, and what a test says is behind it. here: of the newest call."""
-
-    path: Path
-    answered: Answered = _tokens
-    suspect: bool = False
-    asked: int = 0
-    here: Callable[[], bool] = lambda: True
-    door: CallDoor | None = None
-    uid: int = field(default_factory=os.getuid)
-    clients: list[LeaseCalls] = field(default_factory=list)
-
-    def identity_of(self, token: str) -> ClientIdentity:
-        if self.suspect:
-            raise Suspect("attach again")
-        if token == "operator":
-            return ClientIdentity(token, self.uid, 1, -1, "operator", "o")
-        if token != TOKEN:
-            raise Unauthorized("no client holds this session token")
-        return ClientIdentity(token, self.uid, 1, -1, "engine", "e")
-
-    def answer(self, call: pb.CacheCall, token: str, here: Callable[[], bool]) -> pb.CacheAnswer:
-        assert token == TOKEN
-        self.asked += 1
-        self.here = here
-        return self.answered(call)
-
-    def start(self) -> None:
-        self.door = CallDoor(self.path, 7, Callers(self), self.answer, lambda *_: None)
-        self.door.start()
-
-    def stop(self) -> None:
-        assert self.door is not None
-        self.door.close()
-
-    @property
-    def threads(self) -> int:
-        assert self.door is not None
-        return len(self.door._threads)
+from tests.calldaemon import CLIENT, TOKEN, WAIT_S, Daemon, attachment, calls_of, tokens_told, until
 
 
 @pytest.fixture
@@ -88,26 +36,6 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     assert list(tmp_path.iterdir()) == []
 
 
-def attachment(daemon: Daemon, token: str = TOKEN) -> Any:
-    return SimpleNamespace(runtime_dir=daemon.path, token=token)
-
-
-CLIENT: Any = SimpleNamespace(boot_id=1, epoch=1)
-
-
-def calls_of(daemon: Daemon, timeout_s: float = 30.0, token: str = TOKEN) -> LeaseCalls:
-    calls = LeaseCalls(attachment(daemon, token), CLIENT, timeout_s)
-    daemon.clients.append(calls)
-    return calls
-
-
-def until(true: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < give_up
-        time.sleep(0.002)
-
-
 def test_calls_go_over_one_line_and_a_failed_one_does_not_end_it(daemon: Daemon) -> None:
     calls = calls_of(daemon)
     assert calls.lookup(b"", 7) == 7
@@ -117,7 +45,7 @@ def test_calls_go_over_one_line_and_a_failed_one_does_not_end_it(daemon: Daemon)
     daemon.answered = lambda _call: pb.CacheAnswer(error=error_to_proto(StaleBoot("attach again")))
     with pytest.raises(StaleBoot, match="attach again"):
         calls.lookup(b"", 1)
-    daemon.answered = _tokens
+    daemon.answered = tokens_told
     assert [calls.lookup(b"", n) for n in range(5)] == [0, 1, 2, 3, 4]
     assert (daemon.threads, daemon.asked) == (1, 8)
     calls.hang_up()
@@ -161,14 +89,14 @@ def test_a_silent_daemon_is_not_asked_again(daemon: Daemon) -> None:
     def slow(call: pb.CacheCall) -> pb.CacheAnswer:
         assert call.timeout_ns == 200_000_000
         go_on.wait(WAIT_S)
-        return _tokens(call)
+        return tokens_told(call)
 
     daemon.answered = slow
     with pytest.raises(NotReady, match=r"does not answer within 0\.2 s"):
         calls.lookup(b"", 2)
     assert daemon.asked == 2
     assert not daemon.here(), "who gave up is not waited for"
-    daemon.answered = _tokens
+    daemon.answered = tokens_told
     assert calls.lookup(b"", 3) == 3, "the late answer is nobody's"
     go_on.set()
     until(lambda: daemon.threads == 1)
@@ -179,7 +107,7 @@ def test_questions_do_not_wait_for_each_other_s_answers(daemon: Daemon) -> None:
 
     def slow(call: pb.CacheCall) -> pb.CacheAnswer:
         go_on.wait(WAIT_S)
-        return _tokens(call)
+        return tokens_told(call)
 
     daemon.answered = slow
     heard: list[object] = []
@@ -194,7 +122,7 @@ def test_questions_do_not_wait_for_each_other_s_answers(daemon: Daemon) -> None:
     daemon.answered = lambda _call: pb.CacheAnswer(error=error_to_proto(UnknownLease("it ended")))
     with pytest.raises(UnknownLease):
         asked.ask(lambda: questions.lookup(b"", 5)).result(WAIT_S)
-    daemon.answered = _tokens
+    daemon.answered = tokens_told
     assert asked.ask(lambda: questions.lookup(b"", 5)).result(WAIT_S) == 5, "it outlives a bad question"
     until(lambda: len(heard) == 22)
     assert [error for error in heard if error is not None] == [heard[20]]
@@ -209,7 +137,7 @@ def test_without_a_daemon_all_that_was_asked_fails_and_what_is_asked_later(daemo
 
     def slow(call: pb.CacheCall) -> pb.CacheAnswer:
         go_on.wait(WAIT_S)
-        return _tokens(call)
+        return tokens_told(call)
 
     daemon.answered = slow
     heard: list[object] = []
@@ -310,7 +238,7 @@ def test_an_answer_that_is_too_large_is_an_error_and_the_line_goes_on(daemon: Da
     calls = calls_of(daemon)
     with pytest.raises(LimitExceeded):
         calls.acquire(1, b"")
-    daemon.answered = _tokens
+    daemon.answered = tokens_told
     assert calls.lookup(b"", 1) == 1
 
 
@@ -385,7 +313,7 @@ def test_a_door_that_closes_ends_calls_that_wait(daemon: Daemon) -> None:
     def waits(call: pb.CacheCall) -> pb.CacheAnswer:
         began.set()
         until(lambda: not daemon.here())
-        return _tokens(call)
+        return tokens_told(call)
 
     daemon.answered = waits
     failed: list[Exception] = []

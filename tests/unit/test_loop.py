@@ -6,10 +6,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from kvmanager.core.events import Drain, EngineResumed, RenewTickets, Replied, Tick, TicketsRenewed, TimelinesRead
+from kvmanager.core.leaseevents import EndLease
 from kvmanager.daemon.loop import TICK_S, OwnerLoop
 from kvmanager.errors import InvalidArgument, NotReady, StaleEpoch
 
@@ -290,3 +292,14 @@ def test_many_at_once_are_handled_one_at_a_time_and_in_each_one_s_order(running:
     assert all(isinstance(answer, TicketsRenewed) for mine in answers.values() for answer in mine)
     assert {"core"} < set(running.core.threads), "some in their own threads, some behind others"
     assert running.failures == []
+
+
+def test_the_end_of_a_lease_comes_with_what_its_timelines_show(running: Running) -> None:
+    ended = EndLease("e", 1, 5, {1: 2, 9: 4})
+    running.loop.post(ended)
+    running.loop.post(EndLease("e", 1, 6))
+    running.loop.settle()
+    assert [event for event in running.core.seen if not isinstance(event, Tick)] == [
+        replace(ended, seen={1: 2}),
+        EndLease("e", 1, 6),
+    ]

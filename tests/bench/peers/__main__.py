@@ -102,7 +102,7 @@ def ratios(mine: Results, theirs: Results, of: str = "p50_us") -> dict[str, floa
         elif name == "kill s" and other:
             found[name] = round(other / value, 2)
     for name, value in mine.items():
-        plain = name.removesuffix(" from ids")
+        plain = name.removesuffix(" from ids").removesuffix(" in a row")
         if plain != name and isinstance(theirs.get(plain), dict):
             found[name] = round(theirs[plain][of] / value[of], 2)
     return found

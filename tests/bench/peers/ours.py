@@ -137,10 +137,15 @@ def case_lookup(directory: Path) -> dict[str, Any]:
 
 
 def case_pages(directory: Path) -> dict[str, Any]:
-    """A page in and out, its bytes copied; the host pool's page is the store's own memory."""
+    """A page in and out, its bytes copied; the host pool's page is the store's own memory.
+
+    A store is over when its commit is answered. `... in a row`: one after the other, each commit with the reserve of
+    the next; a time is that from the answer to one commit to the answer to the next. A retrieve is over when the bytes
+    are copied and the lease's end is on its way.
+    """
     data = np.frombuffer(os.urandom(PAGE_BYTES), np.uint8)
     out = np.empty_like(data)
-    with serving(cache_toml(directory / "ours", 2 * PAGES, PAGE_BYTES // ROWS), directory) as node:
+    with serving(cache_toml(directory / "ours", 3 * PAGES, PAGE_BYTES // ROWS), directory) as node:
         held = engine(node.runtime_dir, "a", PAGE_BYTES // ROWS)
         made = [keys(held, tokens(10 + n, ROWS)) for n in range(PAGES)]
 
@@ -152,15 +157,30 @@ def case_pages(directory: Path) -> dict[str, Any]:
         def get(number: int) -> None:
             (page,) = held.acquire(1000 + number, made[number]).pages
             out[:] = held.page(0, page)
-            held.done(1000 + number)
+            held.release(1000 + number)
 
         stores = times_us([lambda n=n: put(n) for n in range(PAGES)])
+        row = _row_of_stores(held, data)
         while held.lookup(made[-1], 2 * ROWS) < ROWS:
             time.sleep(0.01)
         loads = times_us([lambda n=n: get(n) for n in range(PAGES)])
         assert np.array_equal(out, data)
         held.close()
-    return {"store page": summary(stores), "retrieve page": summary(loads)}
+    return {"store page": summary(stores), "store page in a row": summary(row), "retrieve page": summary(loads)}
+
+
+def _row_of_stores(held: CacheEngine, data: np.ndarray) -> list[float]:
+    made = [keys(held, tokens(50_000 + n, ROWS)) for n in range(PAGES + 1)]
+    pages = held.reserve(2000, made[0]).pages
+
+    def put_and_go_on(number: int) -> None:
+        nonlocal pages
+        held.page(0, pages[0])[:] = data
+        pages = held.commit_and_reserve(2000 + number, 2001 + number, made[number + 1]).pages
+
+    found = times_us([lambda n=n: put_and_go_on(n) for n in range(PAGES)])
+    held.abort(2000 + PAGES)
+    return found
 
 
 def case_evict(directory: Path) -> dict[str, Any]:
