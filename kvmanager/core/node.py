@@ -271,4 +271,8 @@ class Node:
     @property
     def fences_pending(self) -> bool:
         """Whether some timeline must be watched."""
-        return any(engine.fences for engine in self.state.all_engines())
+        state = self.state
+        for engine in state.engines.values():  # asked before and after each event: a plain loop, and no list
+            if engine.fences:
+                return True
+        return bool(state.retired) and any(engine.fences for engine in state.retired.values())

@@ -2,9 +2,12 @@
 
     Step           code, now, epoch, number, notices seen, counts | fence: ids, values | engine | rows and their keys
     TimelinesRead  code, now, count | ids, values
+    ReserveSpans, AcquirePrefix
+                   code, now, epoch, request, ttl, lengths | engine, session, name, keys, token ids
+    EndLease       code, now, epoch, request, committed tokens, committed, counts | fence: ids, values | seen | engine
 
-Little-endian. A step that opens or closes a request or gives token ids, and a number that does not fit, is
-stored the other way.
+Little-endian. A step that opens or closes a request or gives token ids, an end of a lease with sums or failures, and a
+number that does not fit, is stored the other way.
 """
 
 from __future__ import annotations
@@ -15,11 +18,17 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvmanager.core.events import Event, Progress, Step, TimelinesRead
+from kvmanager.core.leaseevents import AcquirePrefix, EndLease, ReserveSpans
 
 _STEP_CODE: Final = 1
 _TIMELINES_CODE: Final = 2
+_RESERVE_CODE: Final = 3
+_ACQUIRE_CODE: Final = 4
+_END_CODE: Final = 5
 _STEP: Final = "<BqQQQHHB"
 _TIMELINES: Final = "<BqH"
+_LEASE: Final = struct.Struct("<BqQQQHHHII")
+_END: Final = "<BqQQQBHHH"
 _ROW: Final = struct.Struct("<QQQQI")
 
 
@@ -55,7 +64,42 @@ def _pack_timelines(read: TimelinesRead, now: int) -> bytes:
     return _with_pairs(_TIMELINES, count).pack(_TIMELINES_CODE, now, count, *values, *values.values())
 
 
-_PACKERS: Final[dict[type, Callable[[Any, int], bytes | None]]] = {Step: _pack_step, TimelinesRead: _pack_timelines}
+def _pack_reserve(asked: ReserveSpans, now: int) -> bytes:
+    engine, session, name = asked.engine.encode(), asked.session_id.encode(), asked.name.encode()
+    keys, token_ids = asked.keys, asked.token_ids
+    head = _LEASE.pack(
+        _RESERVE_CODE, now, asked.epoch, asked.request_id, asked.lease_ttl_ns, len(engine), len(session), len(name),
+        len(keys), len(token_ids),
+    )  # fmt: skip
+    return b"".join((head, engine, session, name, keys, token_ids))
+
+
+def _pack_acquire(asked: AcquirePrefix, now: int) -> bytes:
+    engine, name, keys = asked.engine.encode(), asked.name.encode(), asked.keys
+    head = _LEASE.pack(
+        _ACQUIRE_CODE, now, asked.epoch, asked.request_id, asked.lease_ttl_ns, len(engine), 0, len(name), len(keys), 0
+    )
+    return b"".join((head, engine, name, keys))
+
+
+def _pack_end(end: EndLease, now: int) -> bytes | None:
+    if end.failed_pages or end.failure or end.summed_pages or end.sums:
+        return None
+    fence, seen, engine = end.fence, end.seen, end.engine.encode()
+    head = _with_pairs(_END, len(fence) + len(seen)).pack(
+        _END_CODE, now, end.epoch, end.request_id, end.committed_tokens, end.committed, len(fence), len(seen),
+        len(engine), *fence, *fence.values(), *seen, *seen.values(),
+    )  # fmt: skip
+    return head + engine
+
+
+_PACKERS: Final[dict[type, Callable[[Any, int], bytes | None]]] = {
+    Step: _pack_step,
+    TimelinesRead: _pack_timelines,
+    ReserveSpans: _pack_reserve,
+    AcquirePrefix: _pack_acquire,
+    EndLease: _pack_end,
+}
 
 
 def pack(event: Event, now: int) -> bytes | None:
@@ -71,12 +115,12 @@ def pack(event: Event, now: int) -> bytes | None:
 
 def is_packed(stored: bytes | memoryview) -> bool:
     """Whether `pack` made it; a pickle begins otherwise."""
-    return stored[0] in (_STEP_CODE, _TIMELINES_CODE)
+    return stored[0] in _UNPACKERS
 
 
 def unpack(stored: bytes | memoryview) -> tuple[int, Event]:
     """(now, event) of what `pack` made."""
-    return _unpack_step(stored) if stored[0] == _STEP_CODE else _unpack_timelines(stored)
+    return _UNPACKERS[stored[0]](stored)
 
 
 def _unpack_step(stored: bytes | memoryview) -> tuple[int, Event]:
@@ -103,3 +147,40 @@ def _pairs(stored: bytes | memoryview, head: str, count: int) -> tuple[dict[int,
     whole = _with_pairs(head, count)
     words = whole.unpack_from(stored)[-2 * count :] if count else ()
     return dict(zip(words[:count], words[count:], strict=True)), whole.size
+
+
+def _unpack_lease(stored: bytes | memoryview) -> tuple[int, Event]:
+    code, now, epoch, request_id, ttl_ns, *lengths = _LEASE.unpack_from(stored)
+    at, parts = _LEASE.size, []
+    for length in lengths:
+        parts.append(bytes(stored[at : at + length]))
+        at += length
+    assert at == len(stored), "a lease's event is as long as its counts say"
+    engine, session, name = (part.decode() for part in parts[:3])
+    keys, token_ids = parts[3:]
+    if code == _ACQUIRE_CODE:
+        return now, AcquirePrefix(engine, epoch, request_id, keys, ttl_ns, name)
+    return now, ReserveSpans(engine, epoch, request_id, keys, ttl_ns, session, token_ids, name)
+
+
+def _unpack_end(stored: bytes | memoryview) -> tuple[int, Event]:
+    _, now, epoch, request_id, tokens, committed, fenced, seen, name_bytes = struct.unpack_from(_END, stored)
+    whole = _with_pairs(_END, fenced + seen)
+    words = whole.unpack_from(stored)[-2 * (fenced + seen) :] if fenced + seen else ()
+    pairs = [
+        dict(zip(some[: len(some) // 2], some[len(some) // 2 :], strict=True))
+        for some in (words[: 2 * fenced], words[2 * fenced :])
+    ]
+    assert whole.size + name_bytes == len(stored), "a lease's end is as long as its counts say"
+    engine = bytes(stored[whole.size :]).decode()
+    fence, shown = pairs
+    return now, EndLease(engine, epoch, request_id, fence, bool(committed), tokens, seen=shown)
+
+
+_UNPACKERS: Final[dict[int, Callable[[bytes | memoryview], tuple[int, Event]]]] = {
+    _STEP_CODE: _unpack_step,
+    _TIMELINES_CODE: _unpack_timelines,
+    _RESERVE_CODE: _unpack_lease,
+    _ACQUIRE_CODE: _unpack_lease,
+    _END_CODE: _unpack_end,
+}

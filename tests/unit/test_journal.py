@@ -29,6 +29,7 @@ from kvmanager.core.events import (
     TicketInfo,
     TimelinesRead,
 )
+from kvmanager.core.leaseevents import AcquirePrefix, EndLease, ReserveSpans
 from kvmanager.core.node import Node
 from kvmanager.errors import InvariantViolation, PoolExhausted
 from kvmanager.journal import hotevents, journal
@@ -253,6 +254,35 @@ def test_steps_and_timelines_come_back_equal(seed: int) -> None:
             assert (now, same) == (seed, event), f"seed {seed}"
             packed += hotevents.is_packed(stored)
     assert 20 < packed < 100
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_events_of_leases_come_back_equal(seed: int) -> None:
+    """Also those that the packed form has no room for."""
+    rng = random.Random(seed)
+    codec = Codec(SPECS, DEFAULT_LIMITS)
+    packed = 0
+    for _ in range(50):
+        most = rng.choice((5, 2**32, 2**64 - 1, 2**64))
+        numbers = [rng.choice((0, most, rng.randint(0, most))) for _ in range(20)]
+        fence, seen = (
+            dict(zip(rng.sample(numbers, rng.randint(0, 8)), numbers, strict=False)) for _ in range(2)
+        )
+        engine, session, name = (rng.choice(("", "e", "\u00fc/7", "\u4e2d" * 30_000)) for _ in range(3))
+        keys, token_ids = (rng.randbytes(rng.choice((0, 16, 3200))) for _ in range(2))
+        epoch, lease, number = rng.sample(numbers, 3)
+        failed = rng.choice(((), (), (3, 4)))
+        for event in (
+            AcquirePrefix(engine, epoch, lease, keys, number, name),
+            ReserveSpans(engine, epoch, lease, keys, number, session, token_ids, name),
+            EndLease(engine, epoch, lease, fence, rng.random() < 0.5, number, failed, seen=seen),
+            EndLease(engine, epoch, lease, fence, True, number, (), "", failed, token_ids, seen),
+        ):
+            stored = bytes(codec.event_bytes(event, seed))
+            now, same = codec.event(stored)
+            assert (now, same) == (seed, event), f"seed {seed}"
+            packed += hotevents.is_packed(stored)
+    assert 20 < packed < 200
 
 
 def test_nothing_but_the_cores_classes_is_read() -> None:
