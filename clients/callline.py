@@ -57,9 +57,6 @@ class Told:
     again: list[Make] = field(default_factory=list)
 
 
-_NOTHING: Final[Question[None]] = Question(pb.CacheCall(), lambda _: None)
-
-
 def open_line(attachment: Attachment, timeout_s: float) -> socket.socket:
     """A connection for calls, greeted. Raises NotReady where no daemon answers within `timeout_s`, else its error."""
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -94,7 +91,8 @@ class CallLine:
         self._channel = open_line(attachment, timeout_s)
         self._frames = FrameStream(self._channel, MESSAGE_MAX_BYTES)
         try:
-            self._send([make() for make in told.unread])
+            if told.unread:
+                self._send([make() for make in told.unread])
         except BaseException:
             self.close()
             raise
@@ -120,7 +118,8 @@ class CallLine:
         self._tell_again()
         self._send(questions)
         self.settle()
-        return [self._taken(question) for question in questions]
+        answers = [self._heard() for _ in questions]  # all of them, before what one says can be wrong
+        return [_taken(question, answer) for question, answer in zip(questions, answers, strict=True)]
 
     def tell(self, make: Make) -> None:
         """Asks without waiting; the answer is read before the next one's, and logged where it is an error.
@@ -146,13 +145,14 @@ class CallLine:
         """Waits for the answers of all that was told. Raises NotReady as `exchange`."""
         unread = self._told.unread
         while unread:
-            answer = self._taken(_NOTHING)
+            answer = self._heard()
             make = unread.popleft()
-            if isinstance(answer, Refused):
-                if isinstance(answer.error, StaleBoot | Suspect):
+            if answer.HasField("error"):
+                error = error_from_proto(answer.error)
+                if isinstance(error, StaleBoot | Suspect):
                     self._told.again.append(make)
                 else:
-                    _log.warning("a call that nobody waits for was refused: %s", answer.error)
+                    _log.warning("a call that nobody waits for was refused: %s", error)
 
     def _send(self, questions: Sequence[Question[Any]]) -> None:
         payloads = []
@@ -164,12 +164,11 @@ class CallLine:
         except (PeerUnreachable, OSError) as error:  # OSError: closed by another thread meanwhile
             raise self._broke(error) from error
 
-    def _taken(self, question: Question[T]) -> T | Refused:
+    def _heard(self) -> pb.CacheAnswer:
         try:
-            answer = self._answer()
+            return self._answer()
         except (PeerUnreachable, OSError) as error:
             raise self._broke(error) from error
-        return Refused(error_from_proto(answer.error)) if answer.HasField("error") else question.take(answer)
 
     def _broke(self, error: Exception) -> NotReady:
         self.close()
@@ -194,6 +193,10 @@ class CallLine:
         with contextlib.suppress(OSError):  # it ended before
             self._channel.shutdown(socket.SHUT_RDWR)
         self._channel.close()
+
+
+def _taken(question: Question[T], answer: pb.CacheAnswer) -> T | Refused:
+    return Refused(error_from_proto(answer.error)) if answer.HasField("error") else question.take(answer)
 
 
 class SteadyLine:
