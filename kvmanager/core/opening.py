@@ -395,14 +395,15 @@ def onboard_missing(state: State, group: Group, request: Request, number: int) -
     chain = part.chain
     who = (request.engine, request.epoch, request.request_id)
     for c, page_class in enumerate(chain.spec.classes):
-        if group.spec.floats(page_class.name):
-            continue  # read where it lies
         shared = part.rows.array[: part.shared]
+        # Of a class that floats, too: a request that is resumed has some of its pages brought back.
         for row in shared[chain.table.copies[c, DEVICE, as_range(shared)] == FILLING].tolist():
             under_way = onboard_in_flight(state, group, number, c, row)
             assert under_way is not None, "a published span is being filled by nobody"
             under_way[1].waiters.append(who)
             request.waiting_on.add(under_way[0])
+        if group.spec.floats(page_class.name):
+            continue  # read where it lies
         absent = chain.absent(c, DEVICE, part.rows.array[: part.shared]).tolist()
         if not absent:
             continue

@@ -190,6 +190,32 @@ def test_hisparse_an_open_whose_hot_buffer_takes_the_room_of_what_it_found_is_re
     assert 0 < refused < 28
 
 
+def test_hisparse_who_finds_what_a_resumed_request_is_brought_back_waits_for_it() -> None:
+    """Its latent pages could be read on the host, but what is being filled on the device is told as being there."""
+    driver, client = decode()
+    running(client)
+    client.close(1, Closing.RETRACTED)
+    client.run()
+    driver.end_all()
+    driver.apply(Trim("d", "d/hbm", 40))
+    assert resumed(client).state == "waiting"
+    table = driver.node.state.groups["d"].chains[0].table
+    latents = {
+        row for job in driver.node.state.jobs.values() for row in job.rows if job.page_class == 0 and table.pins[row]
+    }
+    assert latents
+    for plan in [plan for plan, job in driver.node.state.jobs.items() if job.page_class != 0]:
+        driver.end(plan)
+    other = client.open(2, TOKENS, "a")
+    assert other.cached_tokens > 0
+    assert latents & set(driver.node.state.engines["e"].requests[2].chains[0].rows.array.tolist())
+    assert other.state == "waiting"
+    driver.end_all()
+    ready = [notice.ready for notice in driver.notices if notice.ready is not None]
+    assert sorted(opened.request_id for opened in ready) == [1, 2]
+    driver.leave(client)
+
+
 def test_hisparse_a_resume_names_what_was_retracted() -> None:
     driver, client = decode()
     running(client)
