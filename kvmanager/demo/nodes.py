@@ -77,6 +77,9 @@ def prefill_toml(runtime_dir: Path, format_: KVFormat, sizes: PoolSizes) -> str:
 name = "{PREFILL_NODE}"
 runtime_dir = "{runtime_dir}"
 
+[lease]                      # a machine that does something else as well may take minutes for a turn
+ticket_ttl_ms = 600000
+
 [mover]
 staging_bytes = "16 MiB"
 chunk_bytes = "4 MiB"
