@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from kvmanager.clients.attach import Attachment, ask, connect
 from kvmanager.errors import DaemonError, KVError, NotReady, PeerUnreachable, StaleBoot, Suspect
-from kvmanager.framestream import FrameStream, send_frames
+from kvmanager.plainframes import PlainFrames, send_frames
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import CALLS_SOCKET
 from kvmanager.units import SECOND_NS
@@ -89,7 +89,7 @@ class CallLine:
         self._timeout_ns = int(timeout_s * SECOND_NS)
         self._told = told
         self._channel = open_line(attachment, timeout_s)
-        self._frames = FrameStream(self._channel, MESSAGE_MAX_BYTES)
+        self._frames = PlainFrames(self._channel, MESSAGE_MAX_BYTES)
         try:
             if told.unread:
                 self._send([make() for make in told.unread])

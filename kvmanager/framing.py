@@ -28,7 +28,7 @@ MAX_FRAME_BYTES: Final = 64 * MIB
 MAX_JSON_BYTES: Final = 64 * KIB
 MAX_FDS: Final = 64
 """Of one frame; the kernel takes at most 253 a call."""
-_HEADER: Final = struct.Struct("<II")
+HEADER: Final = struct.Struct("<II")
 _FD_BYTES: Final = struct.calcsize("i")
 _READ_BYTES: Final = 256 * KIB
 
@@ -49,7 +49,7 @@ class Frame:
 def frame_header(payload: bytes, fds: Sequence[int], max_bytes: int) -> bytes:
     """What goes before a payload. Raises LimitExceeded."""
     _check_size(len(payload), len(fds), max_bytes)
-    return _HEADER.pack(len(payload), len(fds))
+    return HEADER.pack(len(payload), len(fds))
 
 
 def _check_size(payload_bytes: int, fds: int, max_bytes: int) -> None:
@@ -159,16 +159,16 @@ class FrameReader:
 
     def _next(self) -> Frame | None:
         """Takes the next frame off the front, if it is complete."""
-        if len(self._data) < _HEADER.size:
+        if len(self._data) < HEADER.size:
             return None
-        size, count = _HEADER.unpack_from(self._data)
+        size, count = HEADER.unpack_from(self._data)
         _check_size(size, count, self._max_bytes)
-        end = _HEADER.size + size
+        end = HEADER.size + size
         if len(self._data) < end:
             return None
         if count > len(self._fds):
             raise InvalidArgument(f"a frame announced {count} fds, {len(self._fds)} came")
-        payload = bytes(memoryview(self._data)[_HEADER.size : end])
+        payload = bytes(memoryview(self._data)[HEADER.size : end])
         del self._data[:end]
         return Frame(payload, tuple(self._fds.popleft() for _ in range(count)))
 
@@ -208,10 +208,10 @@ def receive_frame(sock: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> Fram
     """
     fds: list[int] = []
     try:
-        head = _read_exactly(sock, _HEADER.size, fds)
+        head = _read_exactly(sock, HEADER.size, fds)
         if not head:
             return None
-        size, count = _HEADER.unpack(head)
+        size, count = HEADER.unpack(head)
         _check_size(size, count, max_bytes)
         payload = _read_exactly(sock, size, fds)
         if len(payload) < size:

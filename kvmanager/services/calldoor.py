@@ -25,8 +25,8 @@ from typing import Final
 
 from kvmanager.daemon.attach import CONNECTIONS_MAX, HELLO_DEADLINE_S
 from kvmanager.errors import InvalidArgument, KVError, LimitExceeded, PeerUnreachable, Unauthorized
-from kvmanager.framestream import FrameStream, send_frames
 from kvmanager.framing import error_frame, receive_json, send_json
+from kvmanager.plainframes import PlainFrames, send_frames
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.runtime_dir import CALLS_SOCKET, bind_socket, peer_credentials
 from kvmanager.services.callers import Callers
@@ -176,7 +176,7 @@ class CallDoor:
         def here() -> bool:
             return not _gone(channel)
 
-        frames = FrameStream(channel, MESSAGE_MAX_BYTES)
+        frames = PlainFrames(channel, MESSAGE_MAX_BYTES)
         while True:
             try:
                 frame = frames.next()

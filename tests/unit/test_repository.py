@@ -16,7 +16,7 @@ GENERATED = re.compile(r"kvmanager_pb2(_grpc)?\.pyi?$")
 MAX_LINES = 500
 BASE = ("errors", "units", "geometry", "layout")
 """Pure value modules that everything may import."""
-DAEMON_FREE = (*BASE, "exitcodes", "wire", "planwire", "framing", "framestream", "runtime_dir", "killpoints")
+DAEMON_FREE = (*BASE, "exitcodes", "wire", "planwire", "framing", "plainframes", "runtime_dir", "killpoints")
 """Modules at the top of the package that are not daemon files."""
 HARMLESS_FOR_CORE = {
     "abc", "array", "bisect", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "hashlib",

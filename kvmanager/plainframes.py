@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import socket
-import struct
 from collections.abc import Sequence
 from typing import Final
 
 from kvmanager.errors import LimitExceeded, PeerUnreachable
+from kvmanager.framing import HEADER
 from kvmanager.units import KIB
 
-_HEADER: Final = struct.Struct("<II")
 _FIRST_READ_BYTES: Final = 32 * KIB
 """Where nothing of a frame is here yet: most are small, and room for more is not free."""
 _READ_BYTES: Final = 256 * KIB
 
 
-class FrameStream:
+class PlainFrames:
     """Frames, one after the other; what else a read brought is kept for the next.
 
     Descriptors that come along are closed by the system, unseen.
@@ -37,15 +36,15 @@ class FrameStream:
         data = self._data or self._read(_FIRST_READ_BYTES)
         if not data:
             return None
-        if len(data) < _HEADER.size:
-            data = self._until(data, _HEADER.size)
-        size, fds = _HEADER.unpack_from(data)
+        if len(data) < HEADER.size:
+            data = self._until(data, HEADER.size)
+        size, fds = HEADER.unpack_from(data)
         _check_size(size, self._max_bytes)
-        end = _HEADER.size + size
+        end = HEADER.size + size
         if len(data) < end:
             data = self._until(data, end)
         self._data = data[end:]
-        return data[_HEADER.size : end], fds
+        return data[HEADER.size : end], fds
 
     def _until(self, data: bytes, size: int) -> bytes:
         """At least `size` bytes, of which the first are here."""
@@ -70,7 +69,7 @@ def send_frames(sock: socket.socket, payloads: Sequence[bytes], max_bytes: int) 
     parts: list[bytes] = []
     for payload in payloads:
         _check_size(len(payload), max_bytes)
-        parts += (_HEADER.pack(len(payload), 0), payload)
+        parts += (HEADER.pack(len(payload), 0), payload)
     try:
         sock.sendall(b"".join(parts))
     except OSError as error:

@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from kvmanager.errors import LimitExceeded, PeerUnreachable
-from kvmanager.framestream import FrameStream, send_frames
 from kvmanager.framing import send_frame
+from kvmanager.plainframes import PlainFrames, send_frames
 
 MOST = 1 << 20
 
@@ -34,7 +34,7 @@ def test_frames_come_as_they_were_sent_however_they_are_cut_up() -> None:
     sender = threading.Thread(target=send)
     sender.start()
     with theirs:
-        frames = FrameStream(theirs, MOST)
+        frames = PlainFrames(theirs, MOST)
         for payload in payloads:
             assert frames.next() == (payload, 0)
         assert frames.next() is None
@@ -48,7 +48,7 @@ def test_several_go_with_one_write_or_none_of_them() -> None:
         with pytest.raises(LimitExceeded):
             send_frames(ours, [b"d", b"efg"], 2)
         ours.close()
-        frames = FrameStream(theirs, 2)
+        frames = PlainFrames(theirs, 2)
         assert [frames.next() for _ in range(4)] == [(b"a", 0), (b"", 0), (b"bc", 0), None]
         with pytest.raises(PeerUnreachable):
             send_frames(theirs, [b"a"], 2)
@@ -59,7 +59,7 @@ def test_a_frame_that_is_too_large_is_refused_before_it_is_read() -> None:
     with ours, theirs:
         ours.sendall((MOST + 1).to_bytes(4, "little") + bytes(4))
         with pytest.raises(LimitExceeded):
-            FrameStream(theirs, MOST).next()
+            PlainFrames(theirs, MOST).next()
 
 
 @pytest.mark.parametrize("sent", [b"\x05", b"\x05\0\0\0\0\0\0\0abc"])
@@ -69,7 +69,7 @@ def test_one_that_is_torn_is_no_end(sent: bytes) -> None:
         ours.sendall(sent)
         ours.close()
         with pytest.raises(PeerUnreachable, match="within a frame"):
-            FrameStream(theirs, MOST).next()
+            PlainFrames(theirs, MOST).next()
 
 
 def test_descriptors_are_told_of_and_closed() -> None:
@@ -79,7 +79,7 @@ def test_descriptors_are_told_of_and_closed() -> None:
         send_frame(ours, b"x", [write])
         os.close(write)
         send_frame(ours, b"y")
-        frames = FrameStream(theirs, MOST)
+        frames = PlainFrames(theirs, MOST)
         assert [frames.next(), frames.next()] == [(b"x", 1), (b"y", 0)]
         assert os.read(read, 1) == b"", "nobody holds the other end"
     os.close(read)
