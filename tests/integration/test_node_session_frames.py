@@ -279,9 +279,9 @@ def test_who_gives_signs_of_life_and_reads_nothing_loses_its_connection(
     """Too few replies to be too many unread ones, and more than its socket takes: it is broken off by time alone."""
     closes = [pb.CloseRequest(request_id=number, reason=pb.FINISHED) for number in range(100)]
     fence = engine.workers.fence()
-    for number in range(1, 101):
-        raw.send(number, fence=fence, close=closes)
     with contextlib.suppress(KVError):
+        for number in range(1, 101):  # on a busy machine its time is over before all are sent
+            raw.send(number, fence=fence, close=closes)
         while True:
             send_frame(raw.channel, b"")
             served.admin.status()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvmanager.clients.attach import Attachment
+from kvmanager.clients.rankmemory import RankMemory
 from kvmanager.clients.tables import NO_PAGE, OrderRun, decode_hot, decode_residency, decode_spans, order_runs
 from kvmanager.clients.worker import WorkerGroup, WorkerRank
 from kvmanager.core.plans import CopyPlan, Purpose
@@ -44,6 +45,7 @@ class ScriptedDaemon(pb_grpc.WorkerServicer):
         self.fds_withheld = 0
         self.released = 0
         self.spoil_layout = False
+        self.memories: list[RankMemory] = []
 
     def region(self, region_id: int, kind: pb.RegionKind.ValueType, size: int) -> pb.Region:
         if region_id not in self.memory:
@@ -104,6 +106,8 @@ class ScriptedDaemon(pb_grpc.WorkerServicer):
 def daemon() -> Iterator[ScriptedDaemon]:
     daemon = ScriptedDaemon()
     yield daemon
+    for memory in daemon.memories:
+        memory.close()  # the descriptors of mappings are gone when the next test counts them
     for fd in daemon.memory.values():
         os.close(fd)
 
@@ -120,7 +124,9 @@ def address(daemon: ScriptedDaemon, tmp_path: Path) -> Iterator[str]:
 
 
 def attach(daemon: ScriptedDaemon, address: str, rank: int = 0) -> WorkerRank:
-    return WorkerRank(cast(Attachment, daemon), grpc.insecure_channel(address), "e", 3, rank)
+    made = WorkerRank(cast(Attachment, daemon), grpc.insecure_channel(address), "e", 3, rank)
+    daemon.memories.append(made.memory)
+    return made
 
 
 def open_memfds() -> int:
@@ -205,12 +211,13 @@ def test_timeline_never_goes_back(daemon: ScriptedDaemon, address: str) -> None:
 
 
 def test_mapping_keeps_no_fd_of_a_failed_attach(daemon: ScriptedDaemon, address: str) -> None:
-    attach(daemon, address)
+    rank = attach(daemon, address)  # held, or its descriptors would go meanwhile
     daemon.fds_withheld = 1
     before = open_memfds()
     with pytest.raises(InvalidArgument, match="2 fds came for 3 regions"):
         attach(daemon, address)
     assert open_memfds() == before
+    rank.close()
 
 
 def test_layout_that_does_not_match_its_fingerprint_is_refused(daemon: ScriptedDaemon, address: str) -> None:
