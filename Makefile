@@ -7,10 +7,10 @@ PYTEST_FLAGS ?=
 JOBS ?= 4
 BY_FILE := --dist loadfile --no-loadscope-reorder
 # Files in the order given: those of one long test first, or they would run alone at the end. Each worker takes two files
-# at the start, so behind the four longest (chaos, histories) come short ones.
+# at the start, so behind the four longest (chaos, histories) come short ones: what stands behind a history ends last.
 ordered = $(1) $(filter-out $(1) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 FOLDERS := $(call ordered,tests/sim tests/chaos)
-LONG_FOLDERS := $(call ordered,tests/chaos tests/histories tests/unit tests/oracle tests/sim tests/soak)
+LONG_FOLDERS := $(call ordered,tests/chaos tests/histories tests/unit tests/soak tests/integration)
 # make chaos: kills, and their seed (default: a new one, printed).
 KILLS ?= 200
 SEED ?=
