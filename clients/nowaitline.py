@@ -31,6 +31,8 @@ T = TypeVar("T")
 MOST_BYTES: Final = 32 * KIB
 """Of a call: to send more takes longer than a hook may. A socket's buffer holds several."""
 READ_BYTES: Final = 256 * KIB
+LOOK_S: Final = 0.5
+"""How often a line on which nothing was asked looks whether it is still there."""
 _FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 # PyDLL, as opposed to CDLL and to the methods of sockets, keeps the interpreter's lock during a call.
 _LIBC: Final = ctypes.PyDLL(None, use_errno=True)
@@ -61,6 +63,7 @@ class NoWaitLine:
         self._frames = FrameReader(MESSAGE_MAX_BYTES)
         self._room = ctypes.create_string_buffer(READ_BYTES)
         self._asked: deque[tuple[Question[Any], Answer[Any], float]] = deque()
+        self._look_at = 0.0
 
     def fileno(self) -> int:
         """To be waited on; readable when `hear` finds something, or the end."""
@@ -86,8 +89,10 @@ class NoWaitLine:
 
     def hear(self) -> None:
         """Takes the answers that are there."""
-        if self.broken:
+        now = time.monotonic()
+        if self.broken or (not self._asked and now < self._look_at):
             return
+        self._look_at = now + LOOK_S
         try:
             while (count := _LIBC.recv(self._channel.fileno(), self._room, READ_BYTES, _FLAGS)) > 0:
                 for frame in self._frames.feed(ctypes.string_at(self._room, count)):
@@ -100,7 +105,7 @@ class NoWaitLine:
         except KVError as error:
             self._end(NotReady(f"the daemon does not answer: {error}"))
             return
-        if self._asked and time.monotonic() > self._asked[0][2]:
+        if self._asked and now > self._asked[0][2]:
             self._end(NotReady(f"the daemon does not answer within {self._timeout_s:g} s"))
 
     def _take(self, payload: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import numpy as np
@@ -17,6 +17,7 @@ from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.protos import kvmanager_pb2_grpc as pb_grpc
 from kvmanager.wire import ERROR_METADATA_KEY, error_from_proto, error_from_rpc, pack_u64
 
+FEW_SEGMENTS: Final = 512
 Tell = Callable[[pb.Ticket], dict[str, Any]]
 """What an engine's answer says of a ticket."""
 
@@ -50,6 +51,11 @@ class Wanted:
     about: About
     segments: int
     segment_tokens: int
+
+    @property
+    def few(self) -> bool:
+        """Whether a hook may join their keys itself."""
+        return self.segments <= FEW_SEGMENTS
 
     @property
     def tokens(self) -> int:

@@ -27,8 +27,8 @@ class Line(Protocol):
     checksum_one_in: int
     bell: Bell
 
-    def read(self, make: Callable[[Questions], Question[Any]], keys: int) -> Answer[Any]:
-        """At once, beside everything else, or fails. `keys`: about how many the question names."""
+    def read(self, make: Callable[[Questions], Question[Any]], *, here: bool) -> Answer[Any]:
+        """At once, beside everything else, or fails. here: in this thread, which nobody waits for meanwhile."""
         ...
 
     def hear(self) -> None:

@@ -123,17 +123,17 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="kvmanager-link", daemon=True)
         self._thread.start()
 
-    def read(self, make: Callable[[Questions], Question[T]], keys: int) -> Answer[T]:
+    def read(self, make: Callable[[Questions], Question[T]], *, here: bool) -> Answer[T]:
         """Makes a call at once, beside the others, whose order does not matter to it; fails as `ask` does.
 
-        keys: about how many it names. One thread reads, and takes the answers with `hear`.
+        here: in this thread, which is faster and takes its time. One thread reads, and takes the answers with `hear`.
         """
         reads = self._reads
         if not self.up or reads is None or not self._use(reads):
             answer: Answer[T] = Answer()
             answer.set_exception(NotReady("the daemon is away"))
             return answer
-        return reads.ask(make, keys)
+        return reads.ask(make, here=here)
 
     def hear(self) -> None:
         """Takes the answers to what was read that are there."""

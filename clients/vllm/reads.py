@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from kvmanager.clients.callline import Question
 from kvmanager.clients.callqueue import Answer, CallQueue
@@ -13,8 +13,6 @@ from kvmanager.clients.nowaitline import NoWaitLine
 from kvmanager.clients.vllm.bell import Bell
 
 T = TypeVar("T")
-MOST_KEYS: Final = 512
-"""Of a question that a hook sends itself: a thread joins more keys, and sends them."""
 
 
 class Reads:
@@ -47,9 +45,9 @@ class Reads:
                 bell.watch(self._line)
             return self._adopted
 
-    def ask(self, make: Callable[[Questions], Question[T]], keys: int) -> Answer[T]:
-        """The answer raises the daemon's typed error, NotReady without a daemon."""
-        answer = self._line.ask(make(self._questions)) if keys <= MOST_KEYS else None
+    def ask(self, make: Callable[[Questions], Question[T]], *, here: bool) -> Answer[T]:
+        """The answer raises the daemon's typed error, NotReady without a daemon. here: sent by the calling thread."""
+        answer = self._line.ask(make(self._questions)) if here else None
         return answer or self._queue.ask(lambda: make(self._questions))
 
     def hear(self) -> None:
@@ -69,5 +67,5 @@ class Reads:
     def close(self) -> None:
         """Ends it, and what was asked on the line fails; by who adopted it."""
         self._line.hang_up()
-        self._line.hear()
+        self._line.hear()  # what was asked
         self._line.close()

@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+from kvmanager.clients.callline import Question
 from kvmanager.clients.callqueue import Answer
-from kvmanager.clients.leases import Lease
+from kvmanager.clients.leases import Lease, Questions
 from kvmanager.clients.vllm.calls import About, Exported, Passed, Tell, Wanted
 from kvmanager.clients.vllm.handover import Offer
 from kvmanager.clients.vllm.holdings import Export, Held, Line, Load, Pull, Store, result_or
@@ -102,11 +103,9 @@ class Scheduling:
             else:
                 return None
         elif held.known is None or now - held.asked_s > FRESH_S:
-            held.known = None
-            self._stirred[request_id] = held
+            held.known, self._stirred[request_id] = None, held
             self._look_up(held)
             return None if held.lookup is not None else 0
-        assert held.known is not None
         held.local = computed
         held.saved = max(held.saved, held.known // self._tokens)
         return max(min(held.known, tokens) // self._tokens * self._tokens - computed, 0)
@@ -117,7 +116,7 @@ class Scheduling:
             held.known = 0
             return
         wanted = Wanted(held.about, len(held.keys), self._tokens)
-        held.lookup = self._waited(self._line.read(lambda to: to.lookup(wanted.keys, wanted.tokens), wanted.segments))
+        held.lookup = self._read(wanted, lambda to: to.lookup(wanted.keys, wanted.tokens))
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
         """The request has blocks; where the cache shall fill some, their pages are leased now."""
@@ -128,17 +127,17 @@ class Scheduling:
         self._stirred[request_id] = held
         if external_tokens == 0:
             return
-        first, count = held.local // self._tokens, -(-external_tokens // self._tokens)
-        held.known = None  # looked up anew when it is asked about again
+        first, count, held.known = held.local // self._tokens, -(-external_tokens // self._tokens), None
         if held.pull is not None:
-            self._load_pulled(held, held.pull, block_ids[first : first + count])
-            return
+            return self._load_pulled(held, held.pull, block_ids[first : first + count])
         lease_id = self._new_lease("load", request_id)
         wanted = Wanted(held.about, first + count, self._tokens)
-        asked = self._waited(
-            self._line.read(lambda to: to.acquire(lease_id, wanted.keys, name=wanted.about.name), wanted.segments)
-        )
+        asked = self._read(wanted, lambda to: to.acquire(lease_id, wanted.keys, name=wanted.about.name))
         held.load = Load(lease_id, first, list(block_ids[first : first + count]), asked, self._line.epoch)
+
+    def _read(self, wanted: Wanted, make: Callable[[Questions], Question[Any]]) -> Answer[Any]:
+        # Where the engine has no other request, a hook that takes longer holds nobody up.
+        return self._waited(self._line.read(make, here=wanted.few and len(self._held) == 1))
 
     def _waited(self, answer: Answer[T]) -> Answer[T]:
         """An answer that an idle engine waits for."""

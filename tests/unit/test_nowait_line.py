@@ -19,7 +19,7 @@ from kvmanager.clients.callqueue import Answer
 from kvmanager.clients.leases import Questions
 from kvmanager.clients.nowaitline import MOST_BYTES, NoWaitLine
 from kvmanager.clients.vllm.bell import Bell
-from kvmanager.clients.vllm.reads import MOST_KEYS, Reads
+from kvmanager.clients.vllm.reads import Reads
 from kvmanager.errors import KVError, NotReady, Unauthorized, UnknownLease
 from kvmanager.framing import receive_frame, receive_json, send_frame, send_json
 from kvmanager.protos import kvmanager_pb2 as pb
@@ -248,13 +248,14 @@ def bell() -> Iterator[Bell]:
     made.close()
 
 
-def test_many_keys_are_left_to_the_thread(server: Server, bell: Bell) -> None:
+def test_what_shall_not_be_sent_here_or_is_too_large_is_left_to_the_thread(server: Server, bell: Bell) -> None:
     queue = Queue()
     reads = Reads(server.line(), queue, QUESTIONS)  # type: ignore[arg-type]
     assert reads.adopt(bell)
-    few = reads.ask(lambda questions: questions.lookup(bytes(32 * MOST_KEYS), 1), MOST_KEYS)
-    reads.ask(lambda questions: questions.lookup(bytes(32 * MOST_KEYS + 32), 2), MOST_KEYS + 1)
-    assert (server.asked().lookup.prompt_tokens, queue.asked) == (1, [2])
+    few = reads.ask(lambda questions: questions.lookup(bytes(32), 1), here=True)
+    reads.ask(lambda questions: questions.lookup(bytes(32), 2), here=False)
+    reads.ask(lambda questions: questions.lookup(bytes(MOST_BYTES), 4), here=True)
+    assert (server.asked().lookup.prompt_tokens, queue.asked) == (1, [2, 4])
     server.answer(**cached(3))
     while not few.done():
         bell.wait(WAIT_S)

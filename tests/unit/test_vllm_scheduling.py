@@ -9,6 +9,7 @@ import pytest
 from kvmanager.clients.callqueue import Answer
 from kvmanager.clients.leases import Lease
 from kvmanager.clients.vllm.bell import Bell
+from kvmanager.clients.vllm.calls import FEW_SEGMENTS
 from kvmanager.clients.vllm.orders import Ended, Orders, Report
 from kvmanager.clients.vllm.scheduling import Scheduling
 from kvmanager.errors import NotReady, PoolExhausted
@@ -36,6 +37,7 @@ class FakeLine:
         self.asked: list[tuple[str, tuple[object, ...], Answer[object]]] = []
         self.told: list[tuple[object, ...]] = []
         self.turns: list[tuple[str, str]] = []
+        self.here: list[bool] = []
 
     def ask(self, call):
         future: Answer[object] = Answer()
@@ -47,8 +49,8 @@ class FakeLine:
         self.asked.append((str(said[0][0]), said[0][1:], future))
         return future
 
-    def read(self, call, keys):
-        assert keys > 0
+    def read(self, call, *, here):
+        self.here.append(here)
         return self.ask(call)
 
     def hear(self): ...
@@ -406,3 +408,15 @@ def test_many_requests_that_decode_are_not_all_visited(side: Scheduling, line: F
     line.answer("reserve_of", Lease(0, [7]))
     (order,) = build(side, both).saves
     assert (order.pages, order.block_ids) == ([7], [1])
+
+
+def test_only_a_hook_that_holds_up_nobody_asks_by_itself(side: Scheduling, line: FakeLine) -> None:
+    side.arrived("alone", KEYS[:4])
+    side.arrived("second", KEYS[4:8])
+    side.arrived("third", KEYS[8:12])
+    assert line.here == [True, False, False]
+
+
+def test_many_segments_are_left_to_the_thread(side: Scheduling, line: FakeLine) -> None:
+    side.arrived("long", KEYS[:1] * (FEW_SEGMENTS + 1))
+    assert line.here == [False]
