@@ -56,6 +56,7 @@ class SessionFrames:
                     self._steps.read(stream, itertools.chain((first,), messages))
                 finally:
                     writer.join()
+            line.say_end()  # once the engine may be replaced: who hears the end may register another one at once
         except KVError as error:
             line.end(error)
 
@@ -73,6 +74,7 @@ class _Line:
         self._poll = select.poll()
         self._poll.register(channel, select.POLLIN)
         self._sending = threading.Lock()
+        self._last: Outgoing = None
 
     # --------------------------------------------------------------------------- the reader's thread
 
@@ -96,26 +98,30 @@ class _Line:
     # --------------------------------------------------------------------------- sending
 
     def send_all(self, stream: SessionStream) -> None:
-        """Sends what the stream gives until it ends; then the connection is over."""
+        """Sends what the stream gives until it ends; then nothing more is read, and `say_end` has the last word."""
         try:
             while (message := stream.get()) is not None and not isinstance(message, KVError):
                 self._send(message.SerializeToString())
-            self._say_end(message)
+            self._last = message
         except LimitExceeded as error:
-            self.end(error)
+            self._last = error
         except PeerUnreachable:
             _log.debug("a session's client reads no more")
-        finally:
             self._break()
+        finally:
+            with contextlib.suppress(OSError):  # the client was faster
+                self._channel.shutdown(socket.SHUT_RD)
 
-    def end(self, error: KVError) -> None:
-        """Tells the client why there is no session, if it listens."""
-        with contextlib.suppress(PeerUnreachable):
-            self._say_end(error)
+    def say_end(self) -> None:
+        """Tells the client how the session ended, if it listens; then the connection is over."""
+        self.end(self._last)
+        self._break()
 
-    def _say_end(self, error: Outgoing) -> None:
+    def end(self, error: Outgoing) -> None:
+        """Tells the client that there is no session, and why, if it listens."""
         end = error_to_proto(error) if isinstance(error, KVError) else pb.Error()
-        self._send(pb.StepReply(end=end).SerializeToString())
+        with contextlib.suppress(PeerUnreachable):
+            self._send(pb.StepReply(end=end).SerializeToString())
 
     def _send(self, payload: bytes) -> None:
         with self._sending:
