@@ -70,6 +70,14 @@ def open_line(attachment: Attachment, timeout_s: float) -> socket.socket:
     return channel
 
 
+def read_answer(payload: bytes) -> pb.CacheAnswer:
+    """The answer to a call. Raises DaemonError for what is none."""
+    try:
+        return pb.CacheAnswer.FromString(payload)
+    except DecodeError as error:
+        raise DaemonError(f"{len(payload)} bytes are no CacheAnswer; is it a kvmanager node?") from error
+
+
 class CallLine:
     """A connection for calls of an attached engine. One thread at a time; `close` may come from another.
 
@@ -180,12 +188,11 @@ class CallLine:
         frame = self._frames.next()
         if frame is None:
             raise PeerUnreachable("it ended the connection")
-        payload, _ = frame
         try:
-            return pb.CacheAnswer.FromString(payload)
-        except DecodeError as error:
+            return read_answer(frame[0])
+        except DaemonError:
             self.close()
-            raise DaemonError(f"{len(payload)} bytes are no CacheAnswer; is it a kvmanager node?") from error
+            raise
 
     def close(self) -> None:
         """Ends it at once, whoever waits. Idempotent."""

@@ -16,14 +16,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from google.protobuf.message import DecodeError
-
 from kvmanager.clients.attach import Attachment
-from kvmanager.clients.callline import Question, open_line
+from kvmanager.clients.callline import Question, open_line, read_answer
 from kvmanager.clients.callqueue import Answer
 from kvmanager.errors import DaemonError, KVError, NotReady, PeerUnreachable
 from kvmanager.framing import FrameReader, frame_header
-from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.units import KIB, SECOND_NS
 from kvmanager.wire import MESSAGE_MAX_BYTES, error_from_proto
 
@@ -111,10 +108,7 @@ class NoWaitLine:
     def _take(self, payload: bytes) -> None:
         if not self._asked:
             raise DaemonError("an answer came that nothing had asked for; is it a kvmanager node?")
-        try:
-            said = pb.CacheAnswer.FromString(payload)
-        except DecodeError as error:
-            raise DaemonError(f"{len(payload)} bytes are no CacheAnswer; is it a kvmanager node?") from error
+        said = read_answer(payload)
         question, answer, _ = self._asked.popleft()
         if said.HasField("error"):
             refused = error_from_proto(said.error)

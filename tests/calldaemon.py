@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,3 +87,15 @@ def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < give_up
         time.sleep(0.002)
+
+
+@contextmanager
+def serving(path: Path) -> Iterator[Daemon]:
+    """A door that is open meanwhile, and leaves nothing in its directory."""
+    served = Daemon(path)
+    served.start()
+    yield served
+    for calls in served.clients:
+        calls.hang_up()
+    served.stop()
+    assert list(path.iterdir()) == []

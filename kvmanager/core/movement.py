@@ -1,4 +1,4 @@
-"""Plans for spans: between tiers, onboard, copy-on-write."""
+"""Plans for spans: between tiers, onboard and who waits for it, copy-on-write."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import numpy as np
 from kvmanager.core.events import SubmitPlan
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.plans import CopyPlan, PagedCopies, Purpose
-from kvmanager.core.rows import RowArray
+from kvmanager.core.request import Request
+from kvmanager.core.rows import RowArray, as_range
 from kvmanager.core.spanplans import SpanRun, copy_pages, copy_spans
-from kvmanager.core.spans import DEVICE, HOST
+from kvmanager.core.spans import DEVICE, FILLING, HOST
 from kvmanager.core.spec import Placement
 from kvmanager.core.state import CopyJob, State, concat
 from kvmanager.core.verification import copied_back
@@ -120,3 +121,18 @@ def onboard_in_flight(
         ):
             return plan_id, job
     return None
+
+
+def wait_for_onboards(
+    state: State, group: Group, request: Request, chain_number: int, page_class: int, rows: RowArray
+) -> list[int]:
+    """The request waits for those of the spans whose device copy is on its way; returns those that nobody brings."""
+    unattended = []
+    for row in rows[group.chains[chain_number].table.copies[page_class, DEVICE, as_range(rows)] == FILLING].tolist():
+        under_way = onboard_in_flight(state, group, chain_number, page_class, row)
+        if under_way is None:
+            unattended.append(row)
+            continue
+        under_way[1].waiters.append((request.engine, request.epoch, request.request_id))
+        request.waiting_on.add(under_way[0])
+    return unattended

@@ -25,16 +25,16 @@ from kvmanager.core.events import Open, Opened
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.homes import Latents, counted
 from kvmanager.core.lifecycle import begun, drop_request
-from kvmanager.core.movement import copy_on_write, onboard, onboard_in_flight
+from kvmanager.core.movement import copy_on_write, onboard, onboard_in_flight, wait_for_onboards
 from kvmanager.core.prefix import Match
 from kvmanager.core.pulling import start_pull
 from kvmanager.core.refusal import exhausted
 from kvmanager.core.request import Request, RequestChain
 from kvmanager.core.residency import first_resident, take_hot
-from kvmanager.core.rows import RowArray, RowList, as_range
+from kvmanager.core.rows import RowArray, RowList
 from kvmanager.core.scrubbing import scrub
 from kvmanager.core.sessions import begin_turn
-from kvmanager.core.spans import ABSENT, DEVICE, FILLING, HOST, NO_SPAN
+from kvmanager.core.spans import ABSENT, DEVICE, HOST, NO_SPAN
 from kvmanager.core.spec import Residency
 from kvmanager.core.state import Engine, State
 from kvmanager.core.tickets import check_one_part
@@ -397,11 +397,8 @@ def onboard_missing(state: State, group: Group, request: Request, number: int) -
     for c, page_class in enumerate(chain.spec.classes):
         shared = part.rows.array[: part.shared]
         # Of a class that floats, too: a request that is resumed has some of its pages brought back.
-        for row in shared[chain.table.copies[c, DEVICE, as_range(shared)] == FILLING].tolist():
-            under_way = onboard_in_flight(state, group, number, c, row)
-            assert under_way is not None, "a published span is being filled by nobody"
-            under_way[1].waiters.append(who)
-            request.waiting_on.add(under_way[0])
+        unattended = wait_for_onboards(state, group, request, number, c, shared)
+        assert not unattended, "a published span is being filled by nobody"
         if group.spec.floats(page_class.name):
             continue  # read where it lies
         absent = chain.absent(c, DEVICE, part.rows.array[: part.shared]).tolist()

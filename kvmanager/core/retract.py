@@ -20,7 +20,7 @@ from kvmanager.core.events import Open, Opened
 from kvmanager.core.group import Chain, Group
 from kvmanager.core.homes import Latents, counted, spare_slabs
 from kvmanager.core.lifecycle import begun, give_hot_back
-from kvmanager.core.movement import onboard, onboard_in_flight
+from kvmanager.core.movement import onboard, wait_for_onboards
 from kvmanager.core.pool import PageState
 from kvmanager.core.refusal import exhausted
 from kvmanager.core.request import Phase, Request, RequestChain
@@ -204,7 +204,7 @@ def _missing(group: Group, request: Request, part: RequestChain, page_class: int
 def _bring_back(state: State, group: Group, request: Request, number: int, part: RequestChain) -> None:
     chain, who = part.chain, (request.engine, request.epoch, request.request_id)
     for c, page_class in enumerate(chain.spec.classes):
-        _wait_for_others(state, group, request, number, c)
+        wait_for_onboards(state, group, request, number, c, part.rows.array)
         missing = _missing(group, request, part, c)
         if len(missing) == 0:
             continue
@@ -218,17 +218,6 @@ def _bring_back(state: State, group: Group, request: Request, number: int, part:
     for row in part.rows.array.tolist():
         if unsealed(chain, request, row):
             reopen(chain, row)
-
-
-def _wait_for_others(state: State, group: Group, request: Request, number: int, page_class: int) -> None:
-    """Spans that another request is bringing back."""
-    part = request.chains[number]
-    rows = part.rows.array
-    for row in rows[part.chain.table.copies[page_class, DEVICE, rows] == FILLING].tolist():
-        under_way = onboard_in_flight(state, group, number, page_class, row)
-        if under_way is not None:
-            under_way[1].waiters.append((request.engine, request.epoch, request.request_id))
-            request.waiting_on.add(under_way[0])
 
 
 def unsealed(chain: Chain, request: Request, row: int) -> bool:

@@ -22,18 +22,13 @@ from kvmanager.runtime_dir import CALLS_SOCKET
 from kvmanager.services.calldoor import OF_ONE_CLIENT, CallDoor
 from kvmanager.services.callers import Callers
 from kvmanager.wire import MESSAGE_MAX_BYTES, error_from_proto, error_to_proto
-from tests.calldaemon import CLIENT, TOKEN, WAIT_S, Daemon, attachment, calls_of, tokens_told, until
+from tests.calldaemon import CLIENT, TOKEN, WAIT_S, Daemon, attachment, calls_of, serving, tokens_told, until
 
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    served = Daemon(tmp_path)
-    served.start()
-    yield served
-    for calls in served.clients:
-        calls.hang_up()
-    served.stop()
-    assert list(tmp_path.iterdir()) == []
+    with serving(tmp_path) as served:
+        yield served
 
 
 def test_calls_go_over_one_line_and_a_failed_one_does_not_end_it(daemon: Daemon) -> None:

@@ -15,18 +15,13 @@ from kvmanager.clients.leases import Lease, LeaseCalls
 from kvmanager.errors import StaleBoot, UnknownLease
 from kvmanager.protos import kvmanager_pb2 as pb
 from kvmanager.wire import error_to_proto
-from tests.calldaemon import WAIT_S, Daemon, attachment, calls_of, tokens_told
+from tests.calldaemon import WAIT_S, Daemon, attachment, calls_of, serving, tokens_told
 
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    served = Daemon(tmp_path)
-    served.start()
-    yield served
-    for calls in served.clients:
-        calls.hang_up()
-    served.stop()
-    assert list(tmp_path.iterdir()) == []
+    with serving(tmp_path) as served:
+        yield served
 
 
 def test_who_tells_does_not_wait_and_answers_keep_their_order(daemon: Daemon) -> None:
